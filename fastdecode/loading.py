@@ -1,0 +1,152 @@
+"""load(): the one way to build a Decoder."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.chat import read_chat_template
+from fastdecode.decoder import Decoder
+from fastdecode.memory import affordable_tokens
+from fastdecode.tokenizer import load_tokenizer
+from models.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
+from models.config import ModelConfig
+from models.errors import InputError
+from models.transformer import Transformer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+Note = Callable[[str], None]
+
+
+def load(
+    model: str = "smollm2-135m",
+    *,
+    draft: str = "auto",
+    tree: str = "auto",
+    quantize: str = "auto",
+    kv_cache: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    max_seq_len: int | None = None,
+    batch: int = 1,
+    compile: bool = True,
+    chat_template: str | None = None,
+    note: Note = lambda sentence: None,
+) -> Decoder:
+    """Build a Decoder for `model`: a folder, a `.gguf` file, a hub id, or `smollm2-135m`.
+
+    `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
+    `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
+    `batch`: texts decoded at a time. `chat_template`: a named template or a file, instead of the checkpoint's.
+    `note` receives sentences that the user should read. Raises InputError for anything that cannot be honoured, before
+    weights are read where that can be known.
+    """
+    check_what_is_built(draft=draft, tree=tree, quantize=quantize, kv_cache=kv_cache)
+    place = _device(device)
+    precision = _dtype(dtype, place)
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InputError(f"--batch should be a whole number of at least 1, found {batch!r}.")
+    template = None if chat_template is None else read_chat_template(chat_template)
+
+    path = find_checkpoint(model)
+    config = read_config(path)
+    tokenizer = load_tokenizer(path, template)
+    generation = read_generation_config(path)
+    if config.vocab_size < len(tokenizer.stop_token_ids) or max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
+        raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
+    if path.is_file():
+        note(f"{path.name}: stored weights are dequantized to {str(precision).removeprefix('torch.')}.")
+    if place.type == "cpu" and compile and not _has_compiler():
+        note("No C++ compiler was found, so rounds run uncompiled and slower; install g++ or clang++.")
+        compile = False
+
+    network = _network(config, path, place, precision)
+    limit = config.max_position_embeddings
+    if max_seq_len is not None:
+        _check_max_seq_len(max_seq_len, limit, config)
+        limit = max_seq_len
+    else:
+        affordable = affordable_tokens(config, precision, batch, place)
+        if affordable < limit:
+            note(f"Memory allows texts of {affordable} tokens, of the model's {limit}; --max-seq-len changes it.")
+            limit = affordable
+    stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
+    decoder = Decoder(network, tokenizer, stop_ids=stop_ids, max_seq_len=limit, batch=batch, compile=compile)
+    decoder.suggested_sampling = _suggested_sampling(generation)
+    return decoder
+
+
+def check_what_is_built(*, draft: str, tree: str, quantize: str, kv_cache: str) -> None:
+    """Refuse, in a sentence, options whose work is not built yet: InputError."""
+    for option, value, accepted in (
+        ("--draft", draft, ("auto", "none")),
+        ("--tree", tree, ("auto",)),
+        ("--quantize", quantize, ("auto", "none")),
+        ("--kv-cache", kv_cache, ("auto",)),
+    ):
+        if value not in accepted:
+            raise InputError(f"{option} {value} is not built yet; {' or '.join(accepted)} can be given.")
+
+
+def _suggested_sampling(generation: dict[str, Any]) -> dict[str, Any]:
+    """Sampling values in a generation_config.json that would change the output, as fields of SamplingOptions."""
+    found = {name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    neutral = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return {name: value for name, value in found.items() if neutral.get(name) != value}
+
+
+def _network(config: ModelConfig, path: Path, device: torch.device, dtype: torch.dtype) -> Transformer:
+    with torch.device("meta"):
+        network = Transformer(config)
+    load_weights(network, path, config, device, dtype)
+    return network.eval()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
+        raise InputError(f"--device should be auto, cpu, cuda or cuda:N, found {name!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"--device {name}: this machine or this build of torch has no CUDA device; use --device cpu.")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: there are only {torch.cuda.device_count()} CUDA devices.")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    if name not in DTYPES:
+        raise InputError(f"--dtype should be auto, {', '.join(DTYPES)}, found {name!r}.")
+    return DTYPES[name]
+
+
+def _has_compiler() -> bool:
+    candidates = [os.environ.get("CXX"), "g++", "clang++", "cl"]
+    return any(shutil.which(name) for name in candidates if name)
+
+
+def _check_max_seq_len(value: int, limit: int, config: ModelConfig) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise InputError(f"--max-seq-len should be a whole number of at least 2, found {value!r}.")
+    if value > limit and config.rope.kind != "dynamic":
+        raise InputError(f"--max-seq-len {value} is beyond the model's limit of {limit} positions.")
+
+
+def _eos_ids(generation: dict[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise InputError(f"generation_config.json: eos_token_id should be a token id or a list of them, found {value!r}.")
+    return tuple(ids)

@@ -1,0 +1,80 @@
+"""Bytes: what a step must read, what fits, what was used, and how fast this machine reads."""
+
+import os
+import sys
+import time
+
+import torch
+
+from models.config import ModelConfig
+from models.transformer import Transformer
+
+SHARE_FOR_CACHE = 0.5  # of the memory that is free once the weights are in place
+
+
+def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token of one text takes in the cache."""
+    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+
+
+def weight_bytes_per_round(model: Transformer) -> int:
+    """Bytes of weights that a round of one row reads: all of them, but of the embedding only what lm_head shares, and of
+    sparse experts only those that one token chooses."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * parameter.itemsize
+        if name == "embed_tokens.weight" and not model.config.tie_word_embeddings:
+            continue
+        if ".experts." in name:
+            size = size * model.config.n_experts_per_token // model.config.n_experts
+        total += size
+    return total
+
+
+def affordable_tokens(config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device) -> int:
+    """How many tokens per text a cache for `batch` texts can hold in half of the memory that is free now, at least 512."""
+    per_token = cache_bytes_per_token(config, dtype) * batch
+    tokens = int(free_bytes(device) * SHARE_FOR_CACHE) // per_token
+    return max(512, tokens // 64 * 64)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 2**32
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory that this process has held: on the card for CUDA, resident in RAM otherwise; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measure_bandwidth(device: torch.device, megabytes: int = 256) -> float:
+    """Bytes per second at which `device` reads memory, best of several passes over a block larger than its caches."""
+    on_cuda = device.type == "cuda"
+    block = torch.ones(megabytes * 2**20 * (8 if on_cuda else 1) // 4, dtype=torch.float32, device=device)
+    best = 0.0
+    for _ in range(8):
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        block.sum()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        best = max(best, block.nbytes / (time.perf_counter() - started))
+    return best

@@ -1,0 +1,201 @@
+"""What generate.py does between its options and its exit code: gather prompts, load, stream, report."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from fastdecode.decoder import Decoder, Piece, Prompt
+from fastdecode.loading import check_what_is_built, load
+from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
+from fastdecode.options import load_arguments, sampling_arguments
+from fastdecode.prompts import read_prompts
+from fastdecode.request import Result
+from fastdecode.sampling import SamplingOptions
+from models.errors import InputError
+
+MB = 1e6
+
+
+class Session:
+    """One run of generate.py. Options are checked before anything is loaded; raises InputError."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.console = Console(stderr=True, highlight=False)
+        self._check_options()
+        self.sampling = sampling_arguments(args)
+        self.options = SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
+        self.prompts = [] if args.chat else self._prompts()
+        with self.console.status(f"Loading {args.model} …"):
+            self.decoder = load(**load_arguments(args), note=self.note)
+        self._suggested_sampling()
+        if args.explain:
+            self._explain()
+        if args.compile:
+            with self.console.status("Compiling (about half a minute the first time, seconds after that) …"):
+                self.decoder.warm_up(self.options)
+        if not self.options.greedy and args.seed_is_random:
+            self.note(f"seed {self.options.seed}")
+
+    def note(self, sentence: str) -> None:
+        """Tell the user something, on stderr."""
+        self.console.print(sentence, markup=False, soft_wrap=True)
+
+    def answer_all(self) -> None:
+        """Answer every prompt, in input order, streaming the first one that is not finished."""
+        results: list[Result] = []
+        for text, result in in_order(self._run(self.prompts), len(self.prompts)):
+            if not self.args.json:
+                sys.stdout.write(text)
+                if result is not None:
+                    last = len(results) == len(self.prompts) - 1
+                    sys.stdout.write("\n" if last else "\n\n")
+            elif result is not None:
+                print(json.dumps(as_json(result), ensure_ascii=False))
+            sys.stdout.flush()
+            if result is not None:
+                results.append(result)
+        self._report(results)
+
+    def chat(self) -> None:
+        """A conversation: each line of stdin is a turn; the cache keeps what the turns have in common."""
+        messages: list[dict[str, str]] = []
+        for turn, line in enumerate(self._turns()):
+            messages.append({"role": "user", "content": line})
+            result = None
+            for piece in self._run([list(messages)], keep_prefix=True, first_index=turn):
+                if not self.args.json:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+                result = piece.result
+            messages.append({"role": "assistant", "content": result.text})
+            print(json.dumps({**as_json(result), "prompt": line}, ensure_ascii=False) if self.args.json else "")
+            sys.stdout.flush()
+            self._report([result])
+
+    def _run(self, prompts: list[Prompt], **more: Any) -> Iterator[Piece]:
+        args = self.args
+        return self.decoder.run(
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            stop=args.stop,
+            raw=args.raw,
+            system=args.system,
+            **self.sampling,
+            **more,
+        )
+
+    def _check_options(self) -> None:
+        args = self.args
+        check_what_is_built(draft=args.draft, tree=args.tree, quantize=args.quantize, kv_cache=args.kv_cache)
+        for option, given in (("--show-draft", args.show_draft), ("--profile", args.profile)):
+            if given:
+                raise InputError(f"{option} is not built yet; leave it out.")
+        if args.prompt is not None and args.prompts is not None:
+            raise InputError("PROMPT and --prompts were both given; give one of them.")
+        if args.chat and (args.raw or args.prompts is not None or args.batch != 1):
+            raise InputError("--chat cannot go with --raw, --prompts or --batch; leave those out.")
+        if args.raw and args.system is not None:
+            raise InputError("--system needs the chat template, which --raw leaves out; give one of them.")
+        if args.max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens should be at least 1, found {args.max_new_tokens}.")
+        if args.prompt is None and args.prompts is None and not args.chat and sys.stdin.isatty():
+            raise InputError('There is no prompt; give one ("Why is the sky blue?"), --prompts FILE, or --chat.')
+
+    def _prompts(self) -> list[str]:
+        if self.args.prompt is not None:
+            return [self.args.prompt]
+        return [line.text for line in read_prompts(self.args.prompts or "-")]
+
+    def _turns(self) -> Iterator[str]:
+        if self.args.prompt is not None:
+            yield self.args.prompt
+        while True:
+            if sys.stdin.isatty():
+                self.console.print("> ", end="")
+            line = sys.stdin.readline()
+            if not line:
+                return
+            if line.strip():
+                yield line.rstrip("\r\n")
+
+    def _suggested_sampling(self) -> None:
+        """Apply the checkpoint's sampling values if that was asked for; else say that they were left out."""
+        suggested = self.decoder.suggested_sampling
+        if self.args.temperature == "model":
+            self.sampling = sampling_arguments(self.args, suggested)
+            self.options = SamplingOptions(**self.sampling)
+        elif suggested:
+            values = ", ".join(f"{name} {value}" for name, value in suggested.items())
+            self.note(f"The checkpoint suggests {values}; not applied (--temperature model applies them).")
+
+    def _explain(self) -> None:
+        decoder, weight = self.decoder, self.decoder.model.norm.weight
+        weights = sum(p.numel() * p.itemsize for p in decoder.model.parameters())
+        cache = sum(b.numel() * b.itemsize for b in decoder.cache.buffers())
+        per_token = cache_bytes_per_token(decoder.model.config, weight.dtype)
+        self.note(
+            f"precision {str(weight.dtype).removeprefix('torch.')} on {weight.device}; weights {weights / MB:,.0f} MB; "
+            f"cache {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens ({per_token / 1e3:,.1f} kB a "
+            f"token); predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; no draft"
+        )
+
+    def _report(self, results: list[Result]) -> None:
+        """One line: prompt, first token, rate, memory, and how near the rate comes to the memory's ceiling."""
+        stats = [r.stats for r in results]
+        rates = [s["decode_tokens_per_s"] for s in stats if s["decode_tokens_per_s"]]
+        parts = [
+            f"prompt {sum(s['prompt_tokens'] for s in stats)} tokens",
+            f"first token {sum(s['ttft_s'] for s in stats) / len(stats):.2f} s",
+            f"{sum(s['new_tokens'] for s in stats)} new tokens ({results[-1].finish_reason})",
+        ]
+        if rates:
+            rate = sum(rates) / len(rates)
+            parts.append(f"decode {rate:.1f} tokens/s")
+        device = self.decoder.model.norm.weight.device
+        peak = peak_memory_bytes(device)
+        if peak is not None:
+            parts.append(f"peak memory {peak / MB:,.0f} MB")
+        if rates:
+            parts.append(self._share_of_ceiling(rate, stats))
+        self.note(" · ".join(parts))
+
+    def _share_of_ceiling(self, rate: float, stats: list[dict[str, Any]]) -> str:
+        """A token costs at least the reading of all weights and of the cached text; what does the memory allow?"""
+        model, device = self.decoder.model, self.decoder.model.norm.weight.device
+        mean_length = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
+        per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype)
+        bytes_per_token = weight_bytes_per_round(model) + mean_length * per_token
+        if not hasattr(self, "bandwidth"):
+            self.bandwidth = measure_bandwidth(device)
+        share = rate * bytes_per_token / self.bandwidth
+        return f"{share:.0%} of what {self.bandwidth / 1e9:.1f} GB/s allow"
+
+
+def in_order(pieces: Iterator[Piece], count: int) -> Iterator[tuple[str, Result | None]]:
+    """Pieces of many answers, as text in input order: an answer that is not first in line waits its turn."""
+    waiting: list[list[Piece]] = [[] for _ in range(count)]
+    current = 0
+    for piece in pieces:
+        waiting[piece.index].append(piece)
+        while current < count and waiting[current]:
+            ready, waiting[current] = waiting[current], []
+            yield "".join(p.text for p in ready), ready[-1].result
+            if ready[-1].result is None:
+                break
+            current += 1
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The JSON object of one answer."""
+    return {
+        "prompt": result.prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        **result.stats,
+    }

@@ -1,0 +1,153 @@
+"""The parts of a decoder layer: attention over a static cache, SwiGLU, sparse experts.
+
+Parameter names are the checkpoint's, with q/k/v and gate/up fused into one matmul each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.cache import write_rows
+from models.config import ModelConfig
+from models.rope import rotate
+
+FEW_ROWS = 16  # up to here attention is products and sums that the compiler fuses; above it, a library kernel
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every layer of one forward pass shares.
+
+    `rows [B, N]`: cache rows to write. `mask [B, N, S]` bool: cache rows below S (the bucket) that each query attends;
+    `window_mask`: the same for sliding-window layers. `cos, sin [B, 1, N, D]`.
+    """
+
+    rows: Tensor
+    mask: Tensor
+    window_mask: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention: `q [B, H, N, D]` over `k, v [B, H_kv, S, D]`, H any multiple of H_kv -> `[B, H, N, D]`.
+
+    `mask [B, N, S]` is True where a query may look. A query that may look nowhere gets zero. The few-rows form sums each
+    query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros.
+    """
+    batch, n_heads, n, head_dim = q.shape
+    n_kv_heads = k.shape[1]
+    group = n_heads // n_kv_heads
+    if n > FEW_ROWS:
+        q = q.reshape(batch, n_kv_heads, group * n, head_dim)
+        mask = mask[:, None, None].expand(-1, 1, group, -1, -1).reshape(batch, 1, group * n, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(batch, n_heads, n, head_dim)
+    q = q.reshape(batch, n_kv_heads, group, n, head_dim).float() * head_dim**-0.5
+    scores = (q[..., None, :] * k[:, :, None, None].float()).sum(-1)  # [B, H_kv, G, N, S]
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    mixed = (weights[..., None] * v[:, :, None, None].float()).sum(-2) / total.clamp_min(1e-30)
+    return mixed.reshape(batch, n_heads, n, head_dim).to(v.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions; optional bias (Qwen2) and per-head norms on q and k (Qwen3)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        width = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.n_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, step: Step, mask: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """`x [B, N, h]` -> `[B, N, h]`; writes the new keys and values, then reads the first `mask.shape[-1]` rows."""
+        batch, n, _ = x.shape
+        heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
+        q = rotate(self.q_norm(q), step.cos, step.sin)
+        k = rotate(self.k_norm(k), step.cos, step.sin)
+        write_rows(k_cache, step.rows, k)
+        write_rows(v_cache, step.rows, v)
+        bucket = mask.shape[-1]
+        y = attend(q, k_cache[:, :, :bucket], v_cache[:, :, :bucket], mask)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, n, -1))
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate x) * up x)`, gate and up as one matmul."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer, stacked: `gate_up_proj [E, 2I, h]`, `down_proj [E, h, I]`."""
+
+    def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, hidden_size, intermediate_size))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`x [T, h]`, `chosen [T, K]` expert ids, `weights [T, K]` -> `[T, h]`.
+
+        Few tokens read only the experts that they chose; many run through all of them, since between them they need
+        most. Neither form has a shape that depends on the choice.
+        """
+        if x.shape[0] * chosen.shape[1] <= max(FEW_ROWS, self.down_proj.shape[0] // 2):
+            gate_up = torch.einsum("th,tkih->tki", x, self.gate_up_proj[chosen])
+            gate, up = gate_up.chunk(2, dim=-1)
+            y = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.down_proj[chosen])
+            return (y * weights[..., None].to(y.dtype)).sum(1)
+        n_experts = self.down_proj.shape[0]
+        gate, up = torch.einsum("th,eih->eti", x, self.gate_up_proj).chunk(2, dim=-1)
+        y = torch.einsum("eti,ehi->eth", F.silu(gate) * up, self.down_proj)
+        share = torch.zeros(x.shape[0], n_experts, dtype=weights.dtype, device=x.device).scatter(1, chosen, weights)
+        return (y * share.t()[..., None].to(y.dtype)).sum(0)
+
+
+class SparseExperts(nn.Module):
+    """Mixture of experts (Mixtral, Qwen3-MoE): a router picks K experts per token; softmax over all, in fp32."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.per_token, self.normalise = config.n_experts_per_token, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.n_experts, bias=False)
+        self.experts = Experts(config.n_experts, config.hidden_size, config.moe_intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.per_token, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return self.experts(tokens, chosen, weights).view_as(x)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer layer: attention, then a dense or sparse feed-forward network."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.slides = config.sliding_window is not None and config.sliding_layers[index]
+        self.self_attn = Attention(config)
+        self.mlp = SparseExperts(config) if config.moe_layers[index] else SwiGLU(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        mask = step.window_mask if self.slides else step.mask
+        x = x + self.self_attn(self.input_layernorm(x), step, mask, k_cache, v_cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
