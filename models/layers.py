@@ -55,19 +55,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Self-attention with rotary positions; optional bias (Qwen2) and per-head norms on q and k (Qwen3)."""
+    """Self-attention with rotary positions; optional bias (Qwen2) and per-head norms on q and k (Qwen3).
 
-    def __init__(self, config: ModelConfig):
+    `input_size`: width of what it reads, where that is not the hidden size (EAGLE-3's first layer).
+    """
+
+    def __init__(self, config: ModelConfig, input_size: int | None = None):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         width = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.qkv_proj = nn.Linear(input_size or config.hidden_size, width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.n_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, step: Step, mask: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """`x [B, N, h]` -> `[B, N, h]`; writes the new keys and values, then reads the first `mask.shape[-1]` rows."""
+        """`x [B, N, h]` (or `input_size` wide) -> `[B, N, h]`; writes the new keys and values, then reads the first
+        `mask.shape[-1]` rows."""
         batch, n, _ = x.shape
         heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)

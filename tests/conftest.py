@@ -6,9 +6,14 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
-def two_threads():
-    torch.set_num_threads(2)
+def pytest_addoption(parser):
+    parser.addoption("--golden", metavar="DIR", help="run the golden tests on the reference tensors of this folder alone")
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """Tiny models run fastest on one thread; tests of the real one get two."""
+    torch.set_num_threads(2 if request.node.get_closest_marker("slow") else 1)
 
 
 @pytest.fixture(scope="session")

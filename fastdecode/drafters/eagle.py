@@ -1,0 +1,190 @@
+"""Drafting with an EAGLE head: catch up on what was committed, then grow a tree, one head pass per level.
+
+The head runs on pairs (feature f_i, token t_{i+1}) at position i. With the root at position r, all pairs below r are
+committed; those that the head has not run yet are pending, and their last one answers with the root's children.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fastdecode.drafters import Text
+from fastdecode.tree import Candidates, DraftTree, plant
+from fastdecode.tree_options import TreeBuilder
+from models.cache import KVCache
+from models.eagle import DraftHead
+from models.errors import InputError
+from models.transformer import Hidden
+
+
+class EagleState(nn.Module):
+    """What an EAGLE drafter remembers of a batch of texts.
+
+    `cache`: the head's keys and values; rows 0 .. scratch - 1 are the tree's, pair i lies in row scratch + i, the last
+    row is a bin. `filled [B]` int64: pairs 0 .. filled - 1 are cached. `pending [B, D+1, h]`: features of the pairs
+    from `filled` on.
+    """
+
+    def __init__(self, cache: KVCache, pending: Tensor, filled: Tensor):
+        super().__init__()
+        self.cache = cache
+        self.register_buffer("pending", pending, persistent=False)
+        self.register_buffer("filled", filled, persistent=False)
+
+    def slot(self, b: int) -> "EagleState":
+        """The same memory, seen as the state of sequence `b` alone."""
+        return EagleState(self.cache.slot(b), self.pending[b : b + 1], self.filled[b : b + 1])
+
+
+class EagleDrafter(nn.Module):
+    """Drafts for `batch` texts with `head`; the tree's shape is the builder's.
+
+    `rows`: rows of the target's cache, bin included, which bound every text. Raises InputError when the tree asks for
+    more children of a node than the head's vocabulary has.
+    """
+
+    def __init__(self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int):
+        super().__init__()
+        if tree.top_k > head.config.draft_vocab_size:
+            raise InputError(
+                f"The tree asks for the {tree.top_k} best children of a node, but the head's vocabulary has "
+                f"{head.config.draft_vocab_size} tokens; give a narrower tree."
+            )
+        place = head.layers[0].post_attention_layernorm.weight
+        self.head, self.tree = head, tree.to(place.device)
+        self.n_nodes, self.max_depth, self.chain = tree.n_nodes, tree.max_depth, tree.chain
+        self.feature_layers = head.feature_layers
+        self.scratch = sum(tree.widths)
+        pending = torch.zeros(batch, self.max_depth + 1, head.config.layer.hidden_size, device=place.device)
+        self.state = EagleState(
+            head.new_cache(batch, self.scratch + rows),
+            pending.to(place.dtype),
+            torch.zeros(batch, dtype=torch.int64, device=place.device),
+        )
+        head.set_rotary(rows)
+
+    def draft(
+        self,
+        text: Text,
+        root: Tensor,
+        cache_rows: Tensor,
+        noise: Tensor | None = None,
+        temperature: Tensor | None = None,
+    ) -> DraftTree:
+        """A tree below `root [B]`, the last committed token of each text.
+
+        `cache_rows [S]` is arange(S), S the bucket. `noise [B, D+1, V]` (of the tokens at depths 1 .. D+1) and
+        `temperature [B]` rank candidates by `log q / T + noise` where T > 0, as the target will choose; without them by
+        log q. With no pair pending (a text of one token) only the root is valid.
+        """
+        position = text.length - 1  # [B], the root's
+        valid = position > self.state.filled
+        features, for_logits = self._catch_up(text, position, cache_rows)
+        committed = (cache_rows < position[:, None])[:, None]  # [B, 1, S]
+        above = torch.zeros(root.shape[0], 1, self.scratch, dtype=torch.bool, device=root.device)
+        growth, first_row = plant(root), 0
+        for depth in range(self.max_depth):
+            if depth:
+                # Frontier nodes of this depth: each attends the committed pairs, its ancestors' rows, and its own.
+                width = self.tree.widths[depth - 1]
+                rows = first_row + torch.arange(width, device=root.device)
+                is_own = rows[:, None] == torch.arange(self.scratch, device=root.device)  # [W, scratch]
+                features = _take(features, growth.parents)
+                above = _take(above, growth.parents) | is_own
+                mask = torch.cat((above, committed.expand(-1, width, -1)), dim=-1)
+                positions = self._positions(position[:, None] + (depth - 1)).expand(-1, width)
+                features, for_logits = self.head(
+                    growth.tokens, features, positions, rows.expand_as(growth.tokens), mask, self.state.cache
+                )
+                first_row += width
+            growth = self.tree.extend(growth, self._candidates(for_logits, depth, noise, temperature))
+        return self.tree.finish(growth, valid)
+
+    def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
+        """Remember the features of the accepted nodes, `path [B, D+1]` (root first, padded with any node), of the
+        target's states at the tree's nodes. Call it after `draft` and before the text's length and `done` change."""
+        taken = Hidden(_take(hidden.last, path), tuple(_take(states, path) for states in hidden.entering))
+        features = self.head.fuse(taken).to(self.state.pending.dtype)
+        self.state.pending.copy_(torch.where(text.done[:, None, None], self.state.pending, features))
+
+    def prefill(
+        self,
+        state: EagleState,
+        hidden: Hidden,
+        next_ids: Tensor,
+        start: Tensor,
+        n_real: Tensor,
+        n_pairs: Tensor,
+        cache_rows: Tensor,
+    ) -> None:
+        """Run the pairs of one chunk of a prompt, for the one sequence that `state` is a slot of.
+
+        `hidden`: the target's states of the chunk, `[1, C, h]` each, at positions from `start` (a scalar tensor, like
+        the next two) on, of which `n_real` are real. `next_ids [1, C]`: the tokens one further. `n_pairs`: how many of
+        the pairs to run: n_real, but one less in the prompt's last chunk, whose last pair stays pending.
+        """
+        features = self.head.fuse(hidden)
+        offsets = torch.arange(next_ids.shape[1], device=next_ids.device)[None]
+        positions = self._positions(start + offsets)
+        rows = torch.where(offsets < n_pairs, self.scratch + positions, state.cache.bin_row)
+        self.head(next_ids, features, positions, rows, self._causal(positions, cache_rows), state.cache)
+        last = (n_real - 1).expand(1, 1)
+        state.pending[:, :1] = _take(features, last).to(state.pending.dtype)
+        state.filled.copy_((start + n_pairs).expand(1))
+
+    def start(self, slot: int) -> None:
+        """Forget the text in `slot`; before its prompt is prefilled, and also when there is nothing to prefill."""
+        self.state.filled[slot] = 0
+
+    def reusable(self, common: int, length: int) -> int:
+        """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`.
+
+        One less than are shared, since the pair at the border needs its feature again, and not those of which pairs may
+        still be pending.
+        """
+        return max(0, min(common - 1, length - 1 - (self.max_depth + 1)))
+
+    def _catch_up(self, text: Text, position: Tensor, cache_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the pending pairs. Returns what the head says at the last one: `fed_back, for_logits [B, 1, h]`."""
+        state, width = self.state, self.state.pending.shape[1]
+        n_pending = (position - state.filled)[:, None]  # [B, 1]
+        offsets = torch.arange(width, device=position.device)[None]
+        positions = self._positions(state.filled[:, None] + offsets)  # [B, D+1]
+        tokens = text.tokens.gather(1, positions + 1)
+        is_real = (offsets < n_pending) & ~text.done[:, None]
+        rows = torch.where(is_real, self.scratch + positions, state.cache.bin_row)
+        fed_back, for_logits = self.head(
+            tokens, state.pending, positions, rows, self._causal(positions, cache_rows), state.cache
+        )
+        last = (n_pending - 1).clamp(0, width - 1)
+        state.filled.copy_(torch.where(text.done, state.filled, position))
+        return _take(fed_back, last), _take(for_logits, last)
+
+    def _causal(self, positions: Tensor, cache_rows: Tensor) -> Tensor:
+        """`[B, N, scratch + S]`: a pair at `positions [B, N]` attends the pairs up to itself, and no scratch row."""
+        mask = cache_rows <= positions[:, :, None]
+        return torch.cat((mask.new_zeros(*positions.shape, self.scratch), mask), dim=-1)
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        # Drafts near the end of the context may point beyond it; they are never committed.
+        return positions.clamp_max(self.head.cos.shape[0] - 2)
+
+    def _candidates(
+        self, for_logits: Tensor, depth: int, noise: Tensor | None, temperature: Tensor | None
+    ) -> Candidates:
+        """The best children of nodes of `depth`, whose states are `for_logits [B, W, h]`."""
+        scores = self.head.logits(for_logits).float()
+        if noise is not None:
+            drawn = self.head.at_drafted(noise[:, depth])[:, None]  # [B, 1, draft_vocab]
+            samples = (temperature > 0)[:, None, None]
+            heat = torch.where(samples, temperature[:, None, None], 1.0)
+            scores = torch.where(samples, scores / heat + drawn, scores)
+        if self.tree.top_k == 1:
+            best, ids = scores.max(-1, keepdim=True)  # unlike topk, the compiler fuses it
+        else:
+            best, ids = scores.topk(self.tree.top_k, dim=-1)
+        return Candidates(self.head.target_ids(ids), best - scores.logsumexp(-1, keepdim=True))
+
+
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """Rows `index [B, M]` of `values [B, N, X]`: `[B, M, X]`."""
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[-1]))

@@ -1,0 +1,228 @@
+"""EAGLE heads on disk: read their config, check it against the target, load their weights.
+
+A head is a folder with config.json and either model.safetensors (or shards) or, as many published ones, a
+pytorch_model.bin, which is read as tensors and nothing else (`weights_only`). Names of SafeAILab/EAGLE and SpecForge
+(`midlayer.*`) and of vLLM speculators (`layers.0.*`) mean the same parameters.
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from models.checkpoint import open_tensors
+from models.eagle import DraftHead, Eagle3Head, EagleHead
+from models.errors import InputError
+from models.fuse import StoredTensor, match
+from models.head_config import HeadConfig
+from models.transformer import Transformer
+
+PICKLE = "pytorch_model.bin"
+BORROWED = ("embed_tokens", "lm_head")  # what a head may lack and its target has
+
+
+@dataclass(frozen=True)
+class PickledTensor:
+    """A tensor of a pytorch_model.bin, with the face of a StoredTensor."""
+
+    path: Path
+    name: str
+    value: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.value.dtype).removeprefix("torch.")
+
+    @property
+    def decode(self) -> bool | None:
+        return True if self.value.is_floating_point() else None
+
+    def copy_to(self, target: Tensor) -> None:
+        """Fill `target`. Raises InputError when float16 cannot hold a number."""
+        target.copy_(self.value)
+        if target.dtype == torch.float16 and not target.isfinite().all():
+            raise InputError(
+                f"{self.path}: tensor {self.name} has numbers that float16 cannot hold; use bfloat16 or float32."
+            )
+
+    def equals(self, target: Tensor) -> bool:
+        """Whether `target` is what copy_to would make it."""
+        return torch.equal(self.value.to(target.device, target.dtype), target)
+
+
+Stored = dict[str, StoredTensor | PickledTensor]
+
+
+def read_head_config(folder: Path) -> HeadConfig:
+    """The config of the head in `folder`; reads no weights. Raises InputError, naming file and field."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{folder}: has no config.json; give the folder of a draft head.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
+    return HeadConfig.from_json(config, str(file))
+
+
+def holds_head(folder: Path) -> bool:
+    """Whether `folder` holds a draft head rather than a small model: only a head has an `fc`.
+
+    An EAGLE-1 head's config.json looks like a model's, so the names of its tensors decide. Raises InputError when
+    config or weights cannot be read.
+    """
+    if not folder.is_dir():
+        return False
+    config = read_head_config(folder)
+    return config.kind == "eagle3" or "fc.weight" in _open(folder, config)
+
+
+def load_head(folder: Path, config: HeadConfig, target: Transformer, dtype: torch.dtype | None = None) -> DraftHead:
+    """The head in `folder`, in `dtype` (None: the target's), where the target is; no gradients.
+
+    `config`: what read_head_config returned, fitted to the target's config. An embedding or lm_head that the checkpoint
+    lacks is the target's own (of lm_head, the drafted rows), and an embedding equal to the target's is shared with it.
+    Raises InputError, naming file and tensor, when files are missing or damaged, when they do not hold exactly what the
+    config says, when the maps between the vocabularies contradict each other, and when a missing part has another width
+    than the target's.
+    """
+    stored = _open(folder, config)
+    drafted = _drafted_ids(stored, config, folder)
+    with torch.device("meta"):
+        head = (Eagle3Head if config.kind == "eagle3" else EagleHead)(config)
+    place, dtype = target.norm.weight.device, dtype or target.norm.weight.dtype
+    if drafted is not None:
+        head.drafted = drafted.to(place)
+    _borrow(head, stored, target, folder, dtype)
+
+    missing = {f"{part}.weight" for part in BORROWED if f"{part}.weight" not in stored}
+    parameters = {name: p for name, p in head.named_parameters() if name not in missing}
+    pairs = match(stored, parameters, config.layer, str(folder))
+    filled = {name: torch.empty(p.shape, dtype=dtype, device=place) for name, p in parameters.items()}
+    for tensor, slot in pairs:
+        tensor.copy_to(filled[slot.parameter][slot.index])
+    for name, value in filled.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(head.get_submodule(module), attribute, nn.Parameter(value, requires_grad=False))
+    return head.eval()
+
+
+def _borrow(head: DraftHead, stored: Stored, target: Transformer, folder: Path, dtype: torch.dtype) -> None:
+    """Take from the target what the checkpoint lacks, and an embedding that is the target's anyway."""
+    embedding, own = target.embed_tokens, stored.get("embed_tokens.weight")
+    if own is not None and isinstance(embedding, nn.Embedding) and embedding.weight.dtype == dtype:
+        same_shape = own.decode is not None and tuple(own.shape) == tuple(embedding.weight.shape)
+        if same_shape and own.equals(embedding.weight):
+            del stored["embed_tokens.weight"]
+    width, target_width = head.config.layer.hidden_size, target.config.hidden_size
+    for part in BORROWED:
+        if f"{part}.weight" not in stored and width != target_width:
+            raise InputError(
+                f"{folder}: has no {part}.weight, and the target's is {target_width} wide where the head is {width}; "
+                "give a head that has its own."
+            )
+    if "embed_tokens.weight" not in stored:
+        head.embed_tokens = embedding
+    if "lm_head.weight" in stored:
+        return
+    lm_head = None if target.config.tie_word_embeddings else target.lm_head
+    if lm_head is None or head.drafted is not None:
+        rows = (embedding if lm_head is None else lm_head).weight
+        rows = rows if head.drafted is None else rows[head.drafted]
+        lm_head = nn.Linear(width, head.config.draft_vocab_size, bias=False, device="meta")
+        lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    head.lm_head = lm_head
+
+
+def _drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | None:
+    """Takes d2t and t2d out of `stored`; the target's id of each drafted id, int64 `[draft_vocab]`; None: the same ids.
+
+    d2t holds offsets: target id = draft id + d2t[draft id]. t2d marks the target ids that are drafted, in that order.
+    """
+    d2t, t2d = stored.pop("d2t", None), stored.pop("t2d", None)
+    n_drafted, n_target = config.draft_vocab_size, config.layer.vocab_size
+    if n_drafted == n_target:
+        return None  # files may still carry the maps, and then often unfilled
+    if d2t is None:
+        raise InputError(
+            f"{folder}: the head drafts {n_drafted} of the target's {n_target} ids, but has no d2t that says which; "
+            "fetch it again."
+        )
+    offsets = _values(d2t)
+    if tuple(offsets.shape) != (n_drafted,) or offsets.is_floating_point() or offsets.dtype == torch.bool:
+        raise InputError(
+            f"{d2t.path}: d2t is {d2t.dtype} {list(d2t.shape)}, expected {n_drafted} whole numbers (draft_vocab_size)."
+        )
+    ids = offsets.long() + torch.arange(n_drafted)
+    if ids[0] < 0 or ids[-1] >= n_target or (ids.diff() <= 0).any():
+        raise InputError(
+            f"{d2t.path}: d2t gives target ids from {int(ids.min())} to {int(ids.max())}, expected {n_drafted} "
+            f"ascending ids below the vocabulary of {n_target}; this head is damaged."
+        )
+    if t2d is None:
+        return ids
+    marks = _values(t2d)
+    if tuple(marks.shape) != (n_target,):
+        raise InputError(f"{t2d.path}: t2d has shape {list(t2d.shape)}, expected [{n_target}] (vocab_size).")
+    marked = marks.nonzero()[:, 0]
+    if not torch.equal(marked, ids):
+        n_common = int(torch.isin(marked, ids).sum())
+        raise InputError(
+            f"{t2d.path}: t2d marks {len(marked)} target ids and d2t gives {n_drafted}, of which {n_common} are the "
+            "same; they should all be, so this head is damaged."
+        )
+    return ids
+
+
+def _values(tensor: StoredTensor | PickledTensor) -> Tensor:
+    """A small tensor of any dtype, on the CPU."""
+    if isinstance(tensor, PickledTensor):
+        return tensor.value
+    with safe_open(tensor.path, framework="pt") as file:
+        return file.get_tensor(tensor.name)
+
+
+def _open(folder: Path, config: HeadConfig) -> Stored:
+    """The tensors of a checkpoint by the names of the parameters here; reads no data."""
+    has_safetensors = any(folder.glob("*.safetensors*"))
+    found = _unpickle(folder / PICKLE) if (folder / PICKLE).is_file() and not has_safetensors else None
+    found = open_tensors(folder, config.layer) if found is None else found
+    kind = "eagle3" if any(name.startswith("midlayer.") for name in found) else config.kind
+    if kind != config.kind:
+        raise InputError(
+            f"{folder}: midlayer tensors make this an EAGLE-3 head, but config.json has none of draft_vocab_size, "
+            "target_hidden_size and eagle_config; add draft_vocab_size."
+        )
+    renamed = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in found.items()}
+    if len(renamed) < len(found):
+        raise InputError(f"{folder}: has midlayer tensors and layers.0 tensors, expected one of the two.")
+    return renamed
+
+
+def _unpickle(file: Path) -> Stored:
+    """Tensors of a pickle; anything else in it is refused before it could run."""
+    try:
+        try:
+            values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files from before torch 1.6 cannot be mapped
+            values = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{file}: holds more than tensors, or is damaged, and is not opened; give a head in safetensors."
+        ) from error
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise InputError(f"{file}: cannot be read as tensors ({type(error).__name__}); fetch it again.") from error
+    if not isinstance(values, Mapping) or not all(isinstance(v, Tensor) for v in values.values()):
+        raise InputError(f"{file}: should hold names and tensors, and nothing else.")
+    found = {name.removeprefix("model."): PickledTensor(file, name, value) for name, value in values.items()}
+    return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}

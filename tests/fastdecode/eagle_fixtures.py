@@ -1,0 +1,79 @@
+"""Driving an EAGLE drafter by hand: a text, its prompt's pairs, the pairs of one round."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.tree import DraftTree, lineage, path_to
+from models.transformer import Hidden
+
+
+@dataclass
+class Text:
+    """What a drafter reads of a text."""
+
+    tokens: Tensor
+    length: Tensor
+    done: Tensor
+
+
+def texts(ids: Tensor, columns: int) -> Text:
+    """`ids [B, n]`, the first token committed."""
+    tokens = torch.zeros(ids.shape[0], columns, dtype=torch.int64)
+    tokens[:, : ids.shape[1]] = ids
+    batch = ids.shape[0]
+    return Text(tokens, torch.ones(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.bool))
+
+
+def states_at(hidden: Hidden, part: slice, width: int) -> Hidden:
+    """Columns `part` of the target's states, padded with noise to `width` columns."""
+
+    def cut(states: Tensor) -> Tensor:
+        found = states[:, part]
+        padding = torch.full((found.shape[0], width - found.shape[1], found.shape[2]), 7.0)
+        return torch.cat((found, padding), dim=1)
+
+    return Hidden(cut(hidden.last), tuple(cut(states) for states in hidden.entering))
+
+
+def prefill(drafter: EagleDrafter, text: Text, hidden: Hidden, n_tokens: int, chunk: int = 8, slot: int = 0) -> None:
+    """Commit the first `n_tokens` of the text in `slot`, as a prompt in chunks does; its states are in row 0."""
+    drafter.start(slot)
+    cache_rows = torch.arange(text.tokens.shape[1] - 1)
+    for start in range(0, n_tokens - 1, chunk):
+        n_real = min(chunk, n_tokens - 1 - start)
+        n_pairs = n_real - (start + n_real == n_tokens - 1)
+        states = states_at(hidden, slice(start, start + n_real), chunk)
+        next_ids = torch.zeros(1, chunk, dtype=torch.int64)
+        next_ids[0, :n_real] = text.tokens[slot, start + 1 : start + n_real + 1]
+        scalars = (torch.tensor(value) for value in (start, n_real, n_pairs))
+        drafter.prefill(drafter.state.slot(slot), states, next_ids, *scalars, cache_rows)
+    text.length[slot] = n_tokens
+
+
+def commit(drafter: EagleDrafter, text: Text, hidden: Hidden, count: int) -> None:
+    """Commit `count` more tokens of every text, whose states at the accepted nodes are the next columns of `hidden`."""
+    root = int(text.length[0]) - 1
+    nodes = states_at(hidden, slice(root, root + count), drafter.n_nodes)
+    steps = torch.arange(drafter.max_depth + 1)
+    path = torch.where(steps < count, steps, 0).expand(text.length.shape[0], -1)
+    drafter.keep(text, nodes, path)
+    text.length += count
+
+
+def draft(drafter: EagleDrafter, text: Text, bucket: int | None = None, **ranking: Tensor) -> DraftTree:
+    root = text.tokens.gather(1, text.length[:, None] - 1)[:, 0]
+    return drafter.draft(text, root, torch.arange(bucket or text.tokens.shape[1] - 1), **ranking)
+
+
+def token_paths(tree: DraftTree, max_depth: int, b: int = 0) -> set[tuple[int, ...]]:
+    """The token paths from the root to every node of one tree, valid nodes only."""
+    family = lineage(tree.parents, max_depth)
+    found = set()
+    for node in range(tree.tokens.shape[1]):
+        if tree.valid[b, node]:
+            nodes = path_to(torch.full((tree.tokens.shape[0],), node), family, max_depth)[b]
+            found.add(tuple(tree.tokens[b, nodes[: family.depth[b, node] + 1]].tolist()))
+    return found
