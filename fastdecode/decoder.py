@@ -119,9 +119,9 @@ class Decoder:
         """Decode `prompts`, as many at a time as there are slots; a finished slot takes the next prompt.
 
         `max_new_tokens` at least 1; `stop`: strings that end an answer; `raw`: no chat template; `sampling`: the fields
-        of SamplingOptions. The noise of prompt i is keyed by seed + first_index + i. `keep_prefix`: a conversation goes on,
-        so what the cache holds of the prompt is not computed again. Every prompt is checked before any work; raises
-        InputError for one that does not fit `max_seq_len`, and for options out of range.
+        of SamplingOptions. The noise of prompt i is keyed by seed + first_index + i. `keep_prefix`: a conversation
+        goes on, so what the cache holds of the prompt is not computed again. Every prompt is checked before any
+        work; raises InputError for one that does not fit `max_seq_len`, and for options out of range.
         """
         options = SamplingOptions(**sampling)
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:

@@ -57,7 +57,7 @@ def load(
     config = read_config(path)
     tokenizer = load_tokenizer(path, template)
     generation = read_generation_config(path)
-    if config.vocab_size < len(tokenizer.stop_token_ids) or max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
+    if max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
         raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
     if path.is_file():
         note(f"{path.name}: stored weights are dequantized to {str(precision).removeprefix('torch.')}.")
@@ -148,5 +148,5 @@ def _eos_ids(generation: dict[str, Any]) -> tuple[int, ...]:
     value = generation.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise InputError(f"generation_config.json: eos_token_id should be a token id or a list of them, found {value!r}.")
+        raise InputError(f"generation_config.json: eos_token_id should be token ids, found {value!r}.")
     return tuple(ids)

@@ -18,8 +18,8 @@ def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def weight_bytes_per_round(model: Transformer) -> int:
-    """Bytes of weights that a round of one row reads: all of them, but of the embedding only what lm_head shares, and of
-    sparse experts only those that one token chooses."""
+    """Bytes of weights that a round of one row reads: all of them, but the embedding only where lm_head shares it, and
+    of sparse experts only those that one token chooses."""
     total = 0
     for name, parameter in model.named_parameters():
         size = parameter.numel() * parameter.itemsize
@@ -32,7 +32,7 @@ def weight_bytes_per_round(model: Transformer) -> int:
 
 
 def affordable_tokens(config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device) -> int:
-    """How many tokens per text a cache for `batch` texts can hold in half of the memory that is free now, at least 512."""
+    """How many tokens a cache for `batch` texts can hold of each, in half of the memory that is free; at least 512."""
     per_token = cache_bytes_per_token(config, dtype) * batch
     tokens = int(free_bytes(device) * SHARE_FOR_CACHE) // per_token
     return max(512, tokens // 64 * 64)

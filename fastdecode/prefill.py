@@ -17,7 +17,7 @@ def chunk_plan(n_tokens: int) -> list[int]:
 
 
 class Prefill:
-    """Fills the cache with a prompt, one sequence at a time: a prompt's result never depends on what stands beside it."""
+    """Fills the cache with a prompt, one sequence at a time: no prompt's result depends on its neighbours."""
 
     def __init__(self, model: Transformer, cache: KVCache, compile: bool):
         self.model, self.cache = model, cache
@@ -39,7 +39,7 @@ class Prefill:
             start += len(ids)
 
     def _chunk(self, token_ids, start, n_real, cache_rows, cache: KVCache) -> None:
-        """`token_ids [1, C]` at positions start.., of which the first `n_real` are real; padding goes to the bin row."""
+        """`token_ids [1, C]` at positions start.., the first `n_real` of them real; padding goes to the bin row."""
         offsets = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
         positions = (start + offsets).clamp_max(self.model.cos.shape[0] - 1)
         rows = torch.where(offsets < n_real, positions, cache.bin_row)

@@ -20,7 +20,7 @@ class Result:
 
 
 class Request:
-    """What the host knows of one text while the device decodes it. `row`: what its noise is keyed by, beside the seed."""
+    """What the host knows of a text while the device decodes it. `row`: what its noise is keyed by, beside the seed."""
 
     def __init__(self, index: int, row: int, prompt: Any, prompt_ids: list[int], stream: TextStream, seed: int):
         self.index, self.row, self.prompt, self.prompt_ids = index, row, prompt, prompt_ids

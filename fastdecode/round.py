@@ -49,8 +49,8 @@ class Round(nn.Module):
     def advance(self, cache_rows: Tensor, sampled: bool) -> Tensor:
         """Draft, verify, accept, commit.
 
-        `cache_rows [S]` int64 is arange(S); S is the bucket, the part of the cache that attention reads. Returns a report
-        for the host, `[B, D + 3]` int64: length, done, and the D+1 tokens that may have been committed this round.
+        `cache_rows [S]` int64 is arange(S); S is the bucket, the part of the cache that attention reads. Returns a
+        report for the host, `[B, D + 3]` int64: length, done, and the D+1 tokens that this round may have committed.
         """
         state = self.state
         root_position = state.length - 1  # [B]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fastdecode.decoder import Decoder, Piece, Prompt
+from fastdecode.decoder import Piece, Prompt
 from fastdecode.loading import check_what_is_built, load
 from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
 from fastdecode.options import load_arguments, sampling_arguments
@@ -140,8 +140,9 @@ class Session:
         per_token = cache_bytes_per_token(decoder.model.config, weight.dtype)
         self.note(
             f"precision {str(weight.dtype).removeprefix('torch.')} on {weight.device}; weights {weights / MB:,.0f} MB; "
-            f"cache {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens ({per_token / 1e3:,.1f} kB a "
-            f"token); predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; no draft"
+            f"cache {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
+            f"({per_token / 1e3:,.1f} kB a token); "
+            f"predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; no draft"
         )
 
     def _report(self, results: list[Result]) -> None:

@@ -34,8 +34,8 @@ class Step:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Grouped-query attention: `q [B, H, N, D]` over `k, v [B, H_kv, S, D]`, H any multiple of H_kv -> `[B, H, N, D]`.
 
-    `mask [B, N, S]` is True where a query may look. A query that may look nowhere gets zero. The few-rows form sums each
-    query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros.
+    `mask [B, N, S]` is True where a query may look. A query that may look nowhere gets zero. The few-rows form sums
+    each query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros.
     """
     batch, n_heads, n, head_dim = q.shape
     n_kv_heads = k.shape[1]

@@ -1,6 +1,6 @@
 """Rotary position embeddings (RoFormer), half-split as in Hugging Face checkpoints, and their long-context schedules.
 
-linear: position interpolation; dynamic: NTK-aware base; llama3: Llama-3.1's frequency bands; yarn: YaRN, arXiv 2309.00071.
+linear: position interpolation; dynamic: NTK-aware base; llama3: Llama-3.1's frequency bands; yarn: arXiv 2309.00071.
 """
 
 import math

@@ -7,7 +7,6 @@ which parts a family has.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

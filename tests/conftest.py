@@ -7,7 +7,7 @@ import torch
 
 
 def pytest_addoption(parser):
-    parser.addoption("--golden", metavar="DIR", help="run the golden tests on the reference tensors of this folder alone")
+    parser.addoption("--golden", metavar="DIR", help="run the golden tests on this folder's reference tensors alone")
 
 
 @pytest.fixture(autouse=True)

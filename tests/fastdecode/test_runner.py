@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from fastdecode.sampling import SamplingOptions
 from test_decoder import forget_stop_tokens, plain_decoder, text_of
 from tiny_checkpoint import tiny_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdecode import load
 from fastdecode.runner import bucket_sizes, compiled
-from fastdecode.sampling import SamplingOptions
 
 HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")
 
@@ -48,7 +48,8 @@ def test_compiled_rounds_over_40_lengths_and_other_options_compile_nothing_new(f
             options = {"raw": True, "max_new_tokens": 4}
             compiled = compiled_decoder.generate(text_of(n), **options)
             assert compiled.token_ids == plain.generate(text_of(n), **options).token_ids
-        for changed in ({}, {"temperature": 1.3}, {"top_p": 0.5}, {"seed": 9}, {"repetition_penalty": 1.2}, {"min_p": 0.1}):
+        changes = {"temperature": 1.3, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 9, "repetition_penalty": 1.2}
+        for changed in ({}, *({name: value} for name, value in changes.items())):
             options = {"raw": True, "max_new_tokens": 12, **sampling, **changed}
             compiled = compiled_decoder.generate("hello", **options)
             assert compiled.token_ids == plain.generate("hello", **options).token_ids
