@@ -78,7 +78,7 @@ class HeadConfig:
         if layers is None:
             layers = tuple(sorted((2, target.n_layers // 2, target.n_layers - 3)))
         if layers and not 0 <= layers[0] <= layers[-1] < target.n_layers:
-            worst = layers[0] if layers[0] < 0 else layers[-1]
+            worst = layers[-1] if layers[-1] >= target.n_layers else layers[0]
             raise InputError(
                 f"{source}: the head reads the state that enters layer {worst}, but the target's {target.n_layers} "
                 f"layers are 0 to {target.n_layers - 1}; give a head made for this target."
