@@ -7,27 +7,35 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-# Multipliers of a 32-bit avalanche mixer (xor-shift, multiply, twice). The second is above 2^31 and is written as its
-# negative residue, so that products stay within signed 64 bits and overflow nowhere.
+# Multipliers of a 32-bit avalanche mixer. The second is above 2^31 and is written as its negative residue: the largest
+# product, (2^32 + 2^17) * 2^31, then stays within signed 64 bits, whose overflow C++ leaves undefined.
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B - (1 << 32)
+FIRST_KEY, SECOND_KEY = 0x9E3779B9, 0x5851F42D
 LARGEST_U = 1 - 2.0**-24
 
 
 def mix(x: Tensor) -> Tensor:
-    """Scramble int64 tensors that hold 32-bit values; every input bit reaches every output bit."""
-    x = ((x ^ (x >> 16)) * MULTIPLIER_1) & MASK
-    x = ((x ^ (x >> 15)) * MULTIPLIER_2) & MASK
-    return x ^ (x >> 16)
+    """Scramble int64 tensors that hold 32-bit values; every input bit reaches every output bit.
+
+    `(x * (2^s + 1)) >> s` is `x + (x >> s)`, and reads x once. Written with x twice, the expression would double at
+    every step of Inductor's inlining: a chain of mixers took 20 to 60 seconds to compile.
+    """
+    x = (((x * 0x10001) >> 16) * MULTIPLIER_1) & MASK
+    return (((x * 0x8001) >> 15) * MULTIPLIER_2) & MASK
 
 
 def random_bits(seed: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """32 random bits, as int64, for every broadcast triple of `seed`, `positions` and `token_ids` (all int64)."""
-    key = mix((seed & MASK) ^ 0x9E3779B9)
-    key = mix(key ^ (seed >> 32 & MASK))
-    key = mix(key ^ (positions & MASK))
-    second_key = mix(key ^ 0x5851F42D)  # two keys, so that one collision in 32 bits does not make rows alike
-    return mix(mix(key ^ token_ids) ^ second_key)
+    # Two lanes of 32 bits: where the first of two (seed, position) pairs collide, what it held before tells them apart.
+    first, second = FIRST_KEY, SECOND_KEY
+    for word in (seed & MASK, (seed >> 32) & MASK, positions & MASK, (positions >> 32) & MASK):
+        first = mix(word ^ first)
+        second = mix((first + second) & MASK)
+    x = mix(mix(token_ids ^ first) ^ second)
+    # The mixer's sums wrap for a few values, and a multiplication has spread those; this last step is a bijection, so
+    # that the smallest values, which become the largest noise, are as frequent as all others.
+    return x ^ (x >> 16)
 
 
 def gumbel(bits: Tensor) -> Tensor:

@@ -37,15 +37,17 @@ RANGES = {  # name -> (lowest, highest, whether the lowest itself is allowed)
     "seed": (-(2**62), 2**62, True),
 }
 WHOLE = ("top_k", "seed")
+SMALLEST, LARGEST = 1e-30, 1e30  # magnitudes on the device
+LARGEST_LOGIT = 3e38
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen; the one place where these values are checked.
 
-    temperature >= 0, 0 is greedy; top_k >= 0, 0 is off; top_p within 0..1, 1 is off and 0 greedy; min_p within 0..1, 0 is
-    off and 1 greedy; repetition_penalty > 0 over prompt and output, 1 is off; presence_penalty over output, 0 is off;
-    seed: any whole number. Numbers may be given as text. Raises InputError naming the option, the value and the range.
+    temperature >= 0, 0 is greedy; top_k >= 0, 0 is off; top_p within 0..1, 1 is off and 0 greedy; min_p within 0..1,
+    0 is off and 1 greedy; repetition_penalty > 0 over prompt and output, 1 is off; presence_penalty over output, 0 is
+    off; seed: a whole number within ±2^62. Numbers may be given as text. Raises InputError naming option, value, range.
     """
 
     temperature: float = 0.0
@@ -74,12 +76,15 @@ class SamplingOptions:
 def _checked(name: str, value: Any) -> float | int:
     low, high, includes_low = RANGES[name]
     kind = "a whole number" if name in WHOLE else "a number"
-    bounds = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}" if includes_low else f"above {low:g}"
-    error = InputError(f"{name} should be {kind} {bounds}, found {value!r}.")
-    if name == "presence_penalty":
-        error = InputError(f"{name} should be a finite number, found {value!r}.")
     if name == "seed":
-        error = InputError(f"{name} should be a whole number of fewer than 63 bits, found {value!r}.")
+        bounds = "from -2^62 to 2^62"
+    elif name == "presence_penalty":
+        kind, bounds = "a finite number", "of either sign"
+    elif high < math.inf:
+        bounds = f"from {low} to {high}"
+    else:
+        bounds = f"of at least {low}" if includes_low else f"above {low}"
+    error = InputError(f"{name} should be {kind} {bounds}, found {value!r}.")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise error
     try:
@@ -108,17 +113,23 @@ class SamplingState(NamedTuple):
     def allocate(batch: int, device: torch.device | str) -> "SamplingState":
         """Greedy options for `batch` sequences, in tensors that stay where they are."""
         default = SamplingOptions()
+        dtypes = {name: torch.int64 if name in WHOLE else torch.float32 for name in SamplingState._fields}
         return SamplingState(
-            *(
-                torch.full((batch,), getattr(default, name), dtype=torch.int64 if name in WHOLE else torch.float32).to(device)
-                for name in SamplingState._fields
-            )
+            *(torch.full((batch,), getattr(default, name), dtype=dtypes[name], device=device) for name in dtypes)
         )
 
     def set_row(self, slot: int, options: SamplingOptions, row: int) -> None:
         """Write `options` into `slot`, in place; `row` is the prompt's index in the user's input."""
         for name, tensor in zip(self._fields, self, strict=True):
-            tensor[slot] = getattr(options, name)
+            value = getattr(options, name)
+            # Beyond these an fp32 value changes no choice but overflows, or is lost where denormals are flushed.
+            if name == "top_k":
+                value = min(value, 2**31)
+            elif name in ("repetition_penalty", "temperature") and value:
+                value = min(max(value, SMALLEST), LARGEST)
+            elif name == "presence_penalty":
+                value = min(max(value, -LARGEST), LARGEST)
+            tensor[slot] = value
         self.seed[slot] = options.seed + row
         if options.greedy:  # what means greedy is greedy exactly, ties included
             self.temperature[slot] = 0.0
@@ -126,7 +137,7 @@ class SamplingState(NamedTuple):
 
 def greedy(logits: Tensor, vocab_size: int) -> Tensor:
     """`logits [B, N, V]` -> `[B, N]` int64: the likeliest id below `vocab_size`, ties to the lowest."""
-    return _first_largest(_masked(logits, vocab_size))
+    return _first_largest(_masked(logits, vocab_size)).clamp_max(vocab_size - 1)
 
 
 def choose(
@@ -147,18 +158,37 @@ def filtered(logits: Tensor, options: SamplingState, seen: Tensor, seen_output: 
     temperature, top_k, top_p, min_p, repetition, presence = (o[:, None, None] for o in options[:6])
     x = _masked(logits, vocab_size)
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-    x = torch.where(seen_output, x - presence, x)
-    # Probabilities relative to the likeliest token's, as whole numbers: sums are exact in whatever order they are made.
-    temperature = torch.where(temperature > 0, temperature, 1.0)
-    relative = ((x - x.amax(-1, keepdim=True)) / temperature).exp()
-    weights = (relative * 2.0**40).long()
-    k = torch.where(top_k > 0, top_k.clamp_max(vocab_size), vocab_size).expand(*x.shape[:2], 1)
-    k_threshold = _threshold(x, torch.ones_like(weights), k)
-    in_top_k = x >= k_threshold
-    total = torch.where(in_top_k, weights, 0).sum(-1, keepdim=True)
-    p_threshold = _threshold(x, weights, (total.double() * top_p.double()).ceil().long().clamp_min(1))
-    kept = in_top_k & ((x >= p_threshold) | (top_p >= 1)) & (relative >= min_p)
+    x = torch.where(seen_output, x - presence, x).clamp_max(LARGEST_LOGIT)
+    likeliest = _first_largest(x)[..., None]
+    # Probabilities relative to the likeliest token's; a row without any finite logit gives zeros, not NaN.
+    peak = x.amax(-1, keepdim=True).clamp_min(-LARGEST_LOGIT)
+    relative = ((x - peak) / torch.where(temperature > 0, temperature, 1.0)).exp()
+    weights, largest_weight = _whole_weights(relative)
+    k = torch.where(top_k > 0, top_k.clamp_max(vocab_size), vocab_size).expand_as(peak)
+    k_threshold = _threshold(x, torch.ones_like(weights), k.to(torch.int32))
+    total = torch.where(x >= k_threshold, weights, 0).sum(-1, keepdim=True, dtype=torch.int32)
+    target = (total.double() * top_p.double()).ceil().to(torch.int32).clamp_min(1)
+    limited = top_p < 1  # at 1 even a token whose weight rounds to zero stays
+    threshold = torch.where(limited, torch.maximum(_threshold(x, weights, target), k_threshold), k_threshold)
+    # Where the likeliest token alone reaches top_p it crosses alone, equals or not; temperature 0 means the same token.
+    alone = (temperature == 0) | (limited & (target <= largest_weight))
+    only = torch.where(alone, likeliest, -1)
+    token_ids = torch.arange(x.shape[-1], device=x.device)
+    kept = (x >= threshold) & (relative >= min_p) & ((only < 0) | (token_ids == only))
     return torch.where(kept, x, float("-inf"))
+
+
+def _whole_weights(relative: Tensor) -> tuple[Tensor, Tensor]:
+    """`relative [B, N, V]` within 0..1 -> int32 weights in proportion, and that of a 1, `[B, N, 1]`.
+
+    Sums of whole numbers are exact in whatever order they are made, so that a row's filter depends neither on how many
+    rows there are nor on the device. The scale is the power of two that brings a row's sum into 2^29..2^30: shares of
+    the probability are rounded at 2^-30.
+    """
+    total = (relative * 2.0**30).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int64).clamp_min(1 << 30)
+    exponent = (total.double().view(torch.int64) >> 52) - 1023  # of a double: floor(log2(total)), exactly
+    scale = ((59 - exponent + 127) << 23).to(torch.int32).view(torch.float32)  # 2^(59 - exponent)
+    return (relative * scale).round().to(torch.int32), scale.to(torch.int32)
 
 
 def token_presence(tokens: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
@@ -168,7 +198,7 @@ def token_presence(tokens: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
 
 
 def ancestor_presence(tokens: Tensor, ancestors: Tensor, vocab_size: int) -> Tensor:
-    """`tokens [B, N]`, `ancestors [B, N, N]` -> `[B, N, V]` bool: which ids stand on the way from the root to a node."""
+    """`tokens [B, N]`, `ancestors [B, N, N]` -> `[B, N, V]` bool: which ids stand on the way from root to node."""
     batch, n = tokens.shape
     present = torch.zeros(batch, n, vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return present.scatter(2, torch.where(ancestors, tokens[:, None], vocab_size), True)[..., :vocab_size]
@@ -189,13 +219,13 @@ def _first_largest(x: Tensor) -> Tensor:
 
 
 def _threshold(x: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """The largest fp32 t, `[B, N, 1]`, such that the weights of `x >= t` sum to at least `target [B, N, 1]`.
+    """The largest fp32 t, `[B, N, 1]`, such that the int32 weights of `x >= t` sum to `target [B, N, 1]` or more.
 
     A search over the order-preserving integer image of fp32: 16 passes of three comparisons each settle two bits at a
     time, with no sort. Equal values stand or fall together.
     """
-    low = torch.full_like(target, LOWEST_KEY)
-    step = torch.full_like(target, 1 << 30)
+    low = torch.full_like(target, LOWEST_KEY, dtype=torch.int64)
+    step = torch.full_like(low, 1 << 30)
     for _ in range(16):
         low, step = _narrow(x, weights, target, low, step)
     return _from_key(low)
@@ -206,8 +236,8 @@ def _threshold(x: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 def _narrow(x: Tensor, weights: Tensor, target: Tensor, low: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     above = torch.zeros_like(low)
     for quarter in (1, 2, 3):
-        reached = torch.where(x >= _from_key(low + quarter * step), weights, 0).sum(-1, keepdim=True) >= target
-        above = above + reached
+        sums = torch.where(x >= _from_key(low + quarter * step), weights, 0).sum(-1, keepdim=True, dtype=torch.int32)
+        above = above + (sums >= target)
     return low + above * step, step >> 2
 
 

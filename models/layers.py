@@ -3,7 +3,7 @@
 Parameter names are the checkpoint's, with q/k/v and gate/up fused into one matmul each.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,8 @@ from models.rope import rotate
 FEW_ROWS = 16  # up to here attention is products and sums that the compiler fuses; above it, a library kernel
 
 
-@dataclass(frozen=True)
-class Step:
-    """What every layer of one forward pass shares.
+class Step(NamedTuple):
+    """What every layer of one forward pass shares. (A tuple, so that the compiler traces one layer for all.)
 
     `rows [B, N]`: cache rows to write. `mask [B, N, S]` bool: cache rows below S (the bucket) that each query attends;
     `window_mask`: the same for sliding-window layers. `cos, sin [B, 1, N, D]`.
@@ -151,6 +150,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    @torch.compiler.nested_compile_region  # layers of one shape are compiled once and stamped out
     def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         mask = step.window_mask if self.slides else step.mask
         x = x + self.self_attn(self.input_layernorm(x), step, mask, k_cache, v_cache)

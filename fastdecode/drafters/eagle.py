@@ -116,7 +116,8 @@ class EagleDrafter(nn.Module):
         n_pairs: Tensor,
         cache_rows: Tensor,
     ) -> None:
-        """Run the pairs of one chunk of a prompt, for the one sequence that `state` is a slot of.
+        """Run the pairs of one chunk of a prompt, for the one sequence that `state` is a slot of. A prompt of one token
+        has none.
 
         `hidden`: the target's states of the chunk, `[1, C, h]` each, at positions from `start` (a scalar tensor, like
         the next two) on, of which `n_real` are real. `next_ids [1, C]`: the tokens one further. `n_pairs`: how many of
@@ -130,10 +131,6 @@ class EagleDrafter(nn.Module):
         last = (n_real - 1).expand(1, 1)
         state.pending[:, :1] = _take(features, last).to(state.pending.dtype)
         state.filled.copy_((start + n_pairs).expand(1))
-
-    def start(self, slot: int) -> None:
-        """Forget the text in `slot`; before its prompt is prefilled, and also when there is nothing to prefill."""
-        self.state.filled[slot] = 0
 
     def reusable(self, common: int, length: int) -> int:
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`.

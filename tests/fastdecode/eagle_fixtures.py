@@ -40,7 +40,6 @@ def states_at(hidden: Hidden, part: slice, width: int) -> Hidden:
 
 def prefill(drafter: EagleDrafter, text: Text, hidden: Hidden, n_tokens: int, chunk: int = 8, slot: int = 0) -> None:
     """Commit the first `n_tokens` of the text in `slot`, as a prompt in chunks does; its states are in row 0."""
-    drafter.start(slot)
     cache_rows = torch.arange(text.tokens.shape[1] - 1)
     for start in range(0, n_tokens - 1, chunk):
         n_real = min(chunk, n_tokens - 1 - start)

@@ -5,12 +5,22 @@ import torch
 from fastdecode.sampling import SamplingOptions
 from test_decoder import forget_stop_tokens, plain_decoder, text_of
 from tiny_checkpoint import tiny_checkpoint
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdecode import load
 from fastdecode.runner import bucket_sizes, compiled
 
 HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")
+
+
+class NoHostCalls(TorchFunctionMode):
+    """Raises on Python calls that read a tensor: some of them, like tolist, never reach the dispatcher."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__"):
+            raise AssertionError(f"host read: {function.__name__}")
+        return function(*args, **(kwargs or {}))
 
 
 class NoHostReads(TorchDispatchMode):
@@ -83,7 +93,7 @@ def test_a_round_reads_nothing_back_to_the_host(folder, options):
     program = "greedy" if SamplingOptions(**options).plain_greedy else "sampled"
     decoder.state.done.fill_(False)
     decoder.state.limit.fill_(100)
-    with NoHostReads():
+    with NoHostCalls(), NoHostReads():
         decoder.runner.programs[program](decoder.runner.cache_rows[256])
     assert decoder.state.length.item() > 3
 
@@ -108,7 +118,7 @@ def test_a_planted_host_read_fails_one_of_the_two_checks(folder, name):
 
     failures = 0
     try:
-        with NoHostReads():
+        with NoHostCalls(), NoHostReads():
             spoiled(rows)
     except AssertionError:
         failures += 1
@@ -117,7 +127,7 @@ def test_a_planted_host_read_fails_one_of_the_two_checks(folder, name):
     except Exception:
         failures += 1
     assert failures >= 1
-    with NoHostReads():  # and without the plant both pass
+    with NoHostCalls(), NoHostReads():  # and without the plant both pass
         round_.greedy(rows)
     torch.compile(round_.greedy, fullgraph=True, backend="eager")(rows)
 

@@ -141,13 +141,29 @@ def test_a_dynamic_tree_is_the_one_built_by_hand(shape, spread):
 @pytest.mark.parametrize("score", [0.0, -1e-9, -5000.0, -1e30])
 def test_a_dynamic_tree_stays_connected_where_scores_tie(score):
     """Certain steps (probability 1), and scores so low that adding a step changes nothing."""
-    tree = DynamicTree(5, 3, 30)
-    grown = grow(tree, torch.tensor([1]), lambda path: [(len(path) * 10 + i, score) for i in range(3)])
-    assert_well_formed(grown, 30)
-    family = lineage(grown.parents, tree.max_depth)
-    assert family.depth.max() <= tree.max_depth
-    # Tokens name their depth, so a node moved to another parent's level would show.
-    assert torch.equal(grown.tokens[0, 1:] // 10, family.depth[0, 1:])
+    tree = DynamicTree(7, 10, 60)
+    # A token tells its parent's, so a node moved to another parent would show.
+    grown = grow(tree, torch.tensor([1]), lambda path: [(path[-1] * 11 + i, score) for i in range(10)])
+    assert_well_formed(grown, 60)
+    above = grown.tokens.gather(1, grown.parents)[0]
+    assert torch.equal(grown.tokens[0, 1:] // 11, above[1:])
+
+
+@pytest.mark.parametrize("step", [0.0, -1e-9, -0.5, -4000.0])
+def test_a_child_scores_strictly_below_its_parent(step):
+    tree, growth = DynamicTree(7, 2, 16), plant(torch.tensor([5]))
+    for depth in range(1, tree.max_depth + 1):
+        width = growth.tokens.shape[1]
+        found = Candidates(torch.zeros(1, width, 2, dtype=torch.int64), torch.full((1, width, 2), step))
+        grown = tree.extend(growth, found)
+        scores = grown.levels[-1].scores.view(1, width, 2)
+        assert scores.dtype == torch.float32
+        assert (scores < growth.scores[:, :, None]).all()
+        torch.testing.assert_close(scores, torch.full_like(scores, depth * min(step, -1e-4)))
+        growth = grown
+    low = growth._replace(scores=torch.full_like(growth.scores, -1e7))  # where one step less is the same number
+    found = Candidates(torch.zeros(1, 2, 2, dtype=torch.int64), torch.zeros(1, 2, 2))
+    assert (tree.extend(low, found).levels[-1].scores < -1e7).all()
 
 
 @pytest.mark.parametrize("text", ["chain:3", "static", "dynamic:3,4,12", "dynamic:4,1,6"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from golden_files import (
     assert_close,
-    golden_files,
+    carried,
     golden_head,
     load,
     parametrize_golden,
@@ -62,7 +62,7 @@ def test_golden_unrolled_steps(golden, tmp_path):
 
 @pytest.fixture(params=["eagle1", "eagle3", "speculators"])
 def any_golden(request):
-    return next(g for g in golden_files(request.config, "eagle1", "eagle3", "speculators") if g.kind == request.param)
+    return carried(request.param)
 
 
 @torch.inference_mode()
@@ -128,3 +128,54 @@ def test_drafted_ids_and_what_is_read_at_them(any_golden, tmp_path):
     expected = ids + any_golden.weights["d2t"] if n_drafted < 320 else ids
     assert torch.equal(head.target_ids(ids), expected)
     assert torch.equal(head.at_drafted(values), values[:, expected])
+
+
+def speculators_head(folder, more=None, **flags):
+    """The speculators golden's weights under other flags."""
+    golden = carried("speculators")
+    own = {name: golden.config.get(name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+    head = load(
+        write_head(folder, golden.config | dict.fromkeys(own, False) | flags, golden.weights | (more or {})),
+        target_for(golden.config),
+    )
+    return head, golden
+
+
+@torch.inference_mode()
+def test_norm_before_residual_makes_the_first_layer_blind_to_scale(tmp_path):
+    for flag in (False, True):
+        head, golden = speculators_head(tmp_path / str(flag), norm_before_residual=flag)
+        features = head.fuse(golden.hidden)
+        plain, scaled = (teacher_forced(head, golden.next_ids, features * scale)[0] for scale in (1, 10))
+        assert torch.allclose(plain, scaled, rtol=1e-3, atol=1e-3) == flag
+
+
+@torch.inference_mode()
+def test_features_are_normed_together_or_one_by_one(tmp_path):
+    numbers = torch.Generator().manual_seed(0)
+    one = {"input_norm.weight": torch.rand(192, generator=numbers)}
+    each = {f"fc_norm.{i}.weight": torch.rand(64, generator=numbers) for i in range(3)}
+    together, golden = speculators_head(tmp_path / "one", one, norm_before_fc=True)
+    apart, _ = speculators_head(tmp_path / "each", each, fc_norm=True)
+    states = [100 * state for state in golden.hidden.entering]  # large, so that eps does not count
+    all_scaled = Hidden(states[0], tuple(5 * state for state in states))
+    one_scaled = Hidden(states[0], (states[0], 5 * states[1], states[2]))
+    states = Hidden(states[0], tuple(states))
+    torch.testing.assert_close(together.fuse(all_scaled), together.fuse(states))
+    assert not torch.allclose(together.fuse(one_scaled), together.fuse(states), rtol=0.01)
+    torch.testing.assert_close(apart.fuse(one_scaled), apart.fuse(states))
+    normed = [state / state.pow(2).mean(-1, keepdim=True).sqrt() for state in states.entering]
+    parts = [state * each[f"fc_norm.{i}.weight"] for i, state in enumerate(normed)]
+    torch.testing.assert_close(apart.fuse(states), torch.cat(parts, -1) @ apart.fc.weight.T, rtol=1e-4, atol=1e-4)
+    mean_square = torch.cat(states.entering, -1).pow(2).mean(-1, keepdim=True)
+    by_hand = torch.cat(states.entering, -1) / mean_square.sqrt() * one["input_norm.weight"]
+    torch.testing.assert_close(together.fuse(states), by_hand @ together.fc.weight.T, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_state_fed_back_is_normed_only_where_the_config_says_so(tmp_path):
+    for flag in (False, True):
+        head, golden = speculators_head(tmp_path / str(flag), norm_output=flag)
+        fed_back, logits = teacher_forced(head, golden.next_ids, head.fuse(golden.hidden))
+        assert torch.equal(head.logits(fed_back), logits) == flag
+        torch.testing.assert_close(head.logits(fed_back if flag else head.norm(fed_back)), logits)
