@@ -91,7 +91,7 @@ def _checked(name: str, value: Any) -> float | int:
         number = float(value) if name not in WHOLE or not isinstance(value, int | str) else int(value)
     except (ValueError, OverflowError):
         raise error from None
-    if not math.isfinite(number) or not low <= number <= high or (number == low and not includes_low):
+    if number in (math.inf, -math.inf) or not low <= number <= high or (number == low and not includes_low):
         raise error
     if name in WHOLE and number != int(number):
         raise error
