@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdecode.detokenizer import StopStrings, TextStream
@@ -45,6 +46,7 @@ class Decoder:
         batch: int = 1,
         compile: bool = True,
         drafter=None,
+        program_folder: Path | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
         self.stop_ids = tuple(dict.fromkeys((*stop_ids, *tokenizer.stop_token_ids)))
@@ -56,7 +58,7 @@ class Decoder:
         self.cache = model.new_cache(batch, rows)
         self.state = TextState(batch, max_seq_len, drafter.n_nodes, self.stop_ids, device)
         vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)
-        self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile)
+        self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile, program_folder)
         self.prefill = Prefill(model, self.cache, compile=False)
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]  # tokens whose keys and values are in each slot
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for

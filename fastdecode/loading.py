@@ -11,9 +11,11 @@ import torch
 from fastdecode.chat import read_chat_template
 from fastdecode.decoder import Decoder
 from fastdecode.memory import affordable_tokens
+from fastdecode.runner import prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
 from models.config import ModelConfig
+from models.download import cache_folder
 from models.errors import InputError
 from models.transformer import Transformer
 
@@ -35,6 +37,7 @@ def load(
     max_seq_len: int | None = None,
     batch: int = 1,
     compile: bool = True,
+    compile_cache: bool = True,
     chat_template: str | None = None,
     note: Note = lambda sentence: None,
 ) -> Decoder:
@@ -43,8 +46,9 @@ def load(
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
     `batch`: texts decoded at a time. `chat_template`: a named template or a file, instead of the checkpoint's.
-    `note` receives sentences that the user should read. Raises InputError for anything that cannot be honoured, before
-    weights are read where that can be known.
+    `compile_cache`: keep compiled programs in the user's cache folder, for the next start. `note` receives sentences
+    that the user should read. Raises InputError for anything that cannot be honoured, before weights are read where
+    that can be known.
     """
     check_what_is_built(draft=draft, tree=tree, quantize=quantize, kv_cache=kv_cache)
     place = _device(device)
@@ -65,7 +69,10 @@ def load(
         note("No C++ compiler was found, so rounds run uncompiled and slower; install g++ or clang++.")
         compile = False
 
+    preparation = prepare_compiler() if compile and place.type == "cpu" else None
     network = _network(config, path, place, precision)
+    if preparation is not None:
+        preparation.join()
     limit = config.max_position_embeddings
     if max_seq_len is not None:
         _check_max_seq_len(max_seq_len, limit, config)
@@ -76,7 +83,15 @@ def load(
             note(f"Memory allows texts of {affordable} tokens, of the model's {limit}; --max-seq-len changes it.")
             limit = affordable
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
-    decoder = Decoder(network, tokenizer, stop_ids=stop_ids, max_seq_len=limit, batch=batch, compile=compile)
+    decoder = Decoder(
+        network,
+        tokenizer,
+        stop_ids=stop_ids,
+        max_seq_len=limit,
+        batch=batch,
+        compile=compile,
+        program_folder=cache_folder() / "programs" if compile_cache else None,
+    )
     decoder.suggested_sampling = _suggested_sampling(generation)
     return decoder
 

@@ -6,11 +6,14 @@ bucket) is captured in a CUDA graph, and the host reads a report one round late 
 
 import inspect
 from collections import deque
+from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastdecode.program_cache import available, compile_or_load
 from fastdecode.round import Round
 
 SMALLEST_BUCKET = 256
@@ -37,17 +40,34 @@ def bucket_sizes(rows: int) -> list[int]:
 
 
 def compiled(function):
-    """`torch.compile`, as every program here uses it: one graph, compiled apart from other decoders' programs."""
+    """`torch.compile`, as every program here uses it: one graph, compiled apart from other decoders' programs.
+
+    Only what is marked is dynamic: left to itself, torch makes whatever differs from an earlier decoder's program (a
+    norm's epsilon, say) a variable, and fails.
+    """
     options = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch >= 2.13
         options["isolate_recompiles"] = True
-    return torch.compile(function, fullgraph=True, **options)
+    return torch.compile(function, fullgraph=True, dynamic=False, **options)
+
+
+def prepare_compiler() -> Thread:
+    """Import the compiler, and start asking the C++ compiler which vector instructions it knows: seconds of waiting
+    for other processes, which need not come after the weights. Join the thread before compiling."""
+    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  (here, since imports in two threads collide)
+
+    thread = Thread(target=cpu_vec_isa.pick_vec_isa, daemon=True)
+    thread.start()
+    return thread
 
 
 class Runner:
-    """Advances a Round, one `step` at a time. `lag` is how many rounds the host's knowledge is behind."""
+    """Advances a Round, one `step` at a time. `lag` is how many rounds the host's knowledge is behind.
 
-    def __init__(self, round_: Round, compile: bool):
+    `program_folder`: where compiled programs are kept between processes; None to keep none.
+    """
+
+    def __init__(self, round_: Round, compile: bool, program_folder: Path | None = None):
         self.round = round_
         device = round_.state.tokens.device
         self.on_cuda = device.type == "cuda"
@@ -58,7 +78,9 @@ class Runner:
             for rows in self.cache_rows.values():
                 torch._dynamo.mark_dynamic(rows, 0)
         self.programs = {"greedy": round_.greedy, "sampled": round_.sampled}
-        if compile:
+        # Programs are stored where that has been tried: on the CPU.
+        self.program_folder = program_folder if compile and not self.on_cuda and available() else None
+        if compile and self.program_folder is None:
             self.programs = {name: compiled(function) for name, function in self.programs.items()}
         self.captures = self.on_cuda and compile
         self.graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -73,6 +95,10 @@ class Runner:
 
     def warm_up(self, program: str) -> None:
         """Compile `program` and, on CUDA, capture every bucket. Texts are left as they are."""
+        if self.program_folder is not None:
+            with torch.inference_mode():
+                example = self.cache_rows[self.buckets[0]]
+                self.programs[program] = compile_or_load(self.programs[program], example, self.program_folder)
         state = self.round.state
         done = state.done.clone()
         state.done.fill_(True)  # a round on a finished text changes nothing

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.cache import KVCache
 from models.config import ModelConfig
 from models.head_config import HeadConfig
-from models.layers import Attention, DecoderLayer, Step, SwiGLU
+from models.layers import Attention, DecoderLayer, SwiGLU
 from models.rope import rotary_table
 from models.transformer import Hidden
 
@@ -46,9 +46,9 @@ class DraftHead(nn.Module):
         c, w = self.config.layer, self.layers[0].post_attention_layernorm.weight
         return KVCache(c.n_layers, batch, c.n_kv_heads, rows, c.head_dim, w.dtype, w.device)
 
-    def step(self, positions: Tensor, rows: Tensor, mask: Tensor) -> Step:
-        """What the layers of one pass share; see `forward` for the shapes."""
-        return Step(rows, mask, mask, self.cos[positions][:, None], self.sin[positions][:, None])
+    def step(self, positions: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the layers of one pass share: rows, mask, cos, sin; see `forward` for the shapes."""
+        return rows, mask, self.cos[positions][:, None], self.sin[positions][:, None]
 
     def fuse(self, hidden: Hidden) -> Tensor:
         """The target's states at N positions, tapped at `feature_layers` -> the head's features, `[B, N, h]`."""
@@ -101,7 +101,7 @@ class EagleHead(DraftHead):
         step = self.step(positions, rows, mask)
         x = self.fc(torch.cat((self.embed_tokens(token_ids), features), dim=-1))
         for i, layer in enumerate(self.layers):
-            x = layer(x, step, *cache.layer(i))
+            x = layer(x, *step, *cache.layer(i))
         return x, x
 
 
@@ -117,12 +117,22 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, embedded: Tensor, state: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def forward(
+        self,
+        embedded: Tensor,
+        state: Tensor,
+        rows: Tensor,
+        mask: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
         """`embedded, state [B, N, h]` -> the next state `[B, N, h]`."""
         normed = self.hidden_norm(state)
         both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         state = normed if self.norm_before_residual else state
-        state = state + self.self_attn(both, step, step.mask, k_cache, v_cache)
+        state = state + self.self_attn(both, rows, mask, cos, sin, k_cache, v_cache)
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
@@ -158,8 +168,8 @@ class Eagle3Head(DraftHead):
     ) -> tuple[Tensor, Tensor]:
         step = self.step(positions, rows, mask)
         first, *others = self.layers
-        x = first(self.embed_tokens(token_ids), features, step, *cache.layer(0))
+        x = first(self.embed_tokens(token_ids), features, *step, *cache.layer(0))
         for i, layer in enumerate(others, start=1):
-            x = layer(x, step, *cache.layer(i))
+            x = layer(x, *step, *cache.layer(i))
         normed = self.norm(x)
         return (normed if self.config.norm_output else x), normed

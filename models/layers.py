@@ -3,8 +3,6 @@
 Parameter names are the checkpoint's, with q/k/v and gate/up fused into one matmul each.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,20 +12,6 @@ from models.config import ModelConfig
 from models.rope import rotate
 
 FEW_ROWS = 16  # up to here attention is products and sums that the compiler fuses; above it, a library kernel
-
-
-class Step(NamedTuple):
-    """What every layer of one forward pass shares. (A tuple, so that the compiler traces one layer for all.)
-
-    `rows [B, N]`: cache rows to write. `mask [B, N, S]` bool: cache rows below S (the bucket) that each query attends;
-    `window_mask`: the same for sliding-window layers. `cos, sin [B, 1, N, D]`.
-    """
-
-    rows: Tensor
-    mask: Tensor
-    window_mask: Tensor
-    cos: Tensor
-    sin: Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -40,9 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     n_kv_heads = k.shape[1]
     group = n_heads // n_kv_heads
     if n > FEW_ROWS:
-        q = q.reshape(batch, n_kv_heads, group * n, head_dim)
-        mask = mask[:, None, None].expand(-1, 1, group, -1, -1).reshape(batch, 1, group * n, -1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(batch, n_heads, n, head_dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
     q = q.reshape(batch, n_kv_heads, group, n, head_dim).float() * head_dim**-0.5
     scores = (q[..., None, :] * k[:, :, None, None].float()).sum(-1)  # [B, H_kv, G, N, S]
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
@@ -68,16 +50,21 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, step: Step, mask: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """`x [B, N, h]` (or `input_size` wide) -> `[B, N, h]`; writes the new keys and values, then reads the first
-        `mask.shape[-1]` rows."""
+    def forward(
+        self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """`x [B, N, h]` (or `input_size` wide) -> `[B, N, h]`; writes the new keys and values, then reads S rows.
+
+        `rows [B, N]` int64: cache rows to write. `mask [B, N, S]` bool: which of the first S rows (the bucket) each
+        query attends. `cos, sin [B, 1, N, D]` fp32.
+        """
         batch, n, _ = x.shape
         heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
-        q = rotate(self.q_norm(q), step.cos, step.sin)
-        k = rotate(self.k_norm(k), step.cos, step.sin)
-        write_rows(k_cache, step.rows, k)
-        write_rows(v_cache, step.rows, v)
+        q = rotate(self.q_norm(q), cos, sin)
+        k = rotate(self.k_norm(k), cos, sin)
+        write_rows(k_cache, rows, k)
+        write_rows(v_cache, rows, v)
         bucket = mask.shape[-1]
         y = attend(q, k_cache[:, :, :bucket], v_cache[:, :, :bucket], mask)
         return self.o_proj(y.transpose(1, 2).reshape(batch, n, -1))
@@ -150,8 +137,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    @torch.compiler.nested_compile_region  # layers of one shape are compiled once and stamped out
-    def forward(self, x: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        mask = step.window_mask if self.slides else step.mask
-        x = x + self.self_attn(self.input_layernorm(x), step, mask, k_cache, v_cache)
+    # Layers of one shape are compiled once and stamped out. Plain tensors as arguments keep the matching cheap.
+    @torch.compiler.nested_compile_region
+    def forward(
+        self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """`x [B, N, h]` -> `[B, N, h]`. Arguments as for `Attention`."""
+        x = x + self.self_attn(self.input_layernorm(x), rows, mask, cos, sin, k_cache, v_cache)
         return x + self.mlp(self.post_attention_layernorm(x))

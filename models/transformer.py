@@ -7,12 +7,13 @@ which parts a family has.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import ModelConfig
-from models.layers import DecoderLayer, Step
+from models.layers import FEW_ROWS, DecoderLayer
 from models.rope import rotary_table
 
 
@@ -67,16 +68,22 @@ class Transformer(nn.Module):
         if self.config.sliding_window is not None:
             distance = positions[:, :, None] - key_positions[:, None, :]
             window_mask = mask & (distance < self.config.sliding_window)
-        step = Step(rows, mask, window_mask, self.cos[positions][:, None], self.sin[positions][:, None])
+        if token_ids.shape[1] > FEW_ROWS:  # the library's kernel adds its mask; make it once, not in every layer
+            mask, window_mask = (_additive(m, self.norm.weight.dtype) for m in (mask, window_mask))
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = self.embed_tokens(token_ids)
         entering = {}
         for i, layer in enumerate(self.layers):
             if i in tap_layers:
                 entering[i] = x
-            x = layer(x, step, *cache.layer(i))
+            x = layer(x, rows, window_mask if layer.slides else mask, cos, sin, *cache.layer(i))
         return Hidden(self.norm(x), tuple(entering[i] for i in tap_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [B, N, h]` after the final norm -> `[B, N, V]` in the weights' dtype."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return F.linear(hidden, head.weight)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(mask, 0.0, float("-inf")).to(dtype)

@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
+import scipy.stats
 import torch
 from tiny_checkpoint import PADDING_ROWS, tiny_checkpoint
 
@@ -187,6 +189,36 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(tiny):
     options = {"raw": True, "max_new_tokens": 30, "temperature": 1.0}
     first, other, again = (decoder.generate("hello", seed=s, **options).token_ids for s in (1, 2, 1))
     assert first == again != other
+
+
+def test_two_token_continuations_have_the_model_s_distribution(tmp_path):
+    """20,000 seeds at temperature 0.7 with top-k 5 and top-p 0.9, through the whole decoder."""
+    reference = tiny_checkpoint(tmp_path, initializer_range=0.12)
+    n, batch = 20_000, 1000
+    decoder = plain_decoder(tmp_path, batch=batch, max_seq_len=16)
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 11}
+    counts = Counter()
+    for start in range(0, n, batch):
+        results = decoder.generate(["a"] * batch, raw=True, max_new_tokens=2, first_index=start, **options)
+        counts.update(tuple(r.token_ids) for r in results)
+    assert counts.total() == n
+
+    @torch.inference_mode()
+    def distribution(ids):
+        logits = reference(torch.tensor([ids])).logits[0, -1, : decoder.tokenizer.vocab_size].double() / 0.7
+        top = logits.topk(5)
+        p = top.values.softmax(-1)
+        kept = p.cumsum(-1) - p < 0.9
+        p = torch.where(kept, p, 0) / p[kept].sum()
+        return {int(i): float(q) for i, q in zip(top.indices, p, strict=True) if q > 0}
+
+    prompt = decoder.encode("a", raw=True)
+    expected = {
+        (a, b): n * p * q for a, p in distribution(prompt).items() for b, q in distribution([*prompt, a]).items()
+    }
+    assert set(counts) <= set(expected) and len(expected) > 8
+    statistic = sum((counts[pair] - mean) ** 2 / mean for pair, mean in expected.items())
+    assert scipy.stats.chi2.sf(statistic, len(expected) - 1) > 0.001
 
 
 def test_penalties_equal_a_step_by_step_computation(tiny):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fastdecode.sampling import SamplingOptions
 from test_decoder import forget_stop_tokens, plain_decoder, text_of
 from tiny_checkpoint import tiny_checkpoint
 from torch.overrides import TorchFunctionMode
@@ -10,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdecode import load
 from fastdecode.runner import bucket_sizes, compiled
+from fastdecode.sampling import SamplingOptions
 
 HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled_decoder(folder):
-    decoder = load(str(folder), dtype="float32", device="cpu", compile=True)
+    decoder = load(str(folder), dtype="float32", device="cpu", compile_cache=False)
     forget_stop_tokens(decoder)
     return decoder
 
@@ -69,6 +69,34 @@ def test_compiled_answers_cross_buckets(folder, compiled_decoder):
     plain = plain_decoder(folder)
     compiled = compiled_decoder.generate(text_of(250), raw=True, max_new_tokens=300)
     assert compiled.token_ids == plain.generate(text_of(250), raw=True, max_new_tokens=300).token_ids
+
+
+def test_a_second_start_compiles_nothing_and_says_the_same(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = {"raw": True, "max_new_tokens": 40}
+
+    def answers():
+        decoder = load(str(folder), dtype="float32", device="cpu")
+        forget_stop_tokens(decoder)
+        return [decoder.generate(text_of(n), **options).token_ids for n in (5, 240, 600)]
+
+    first = answers()
+    monkeypatch.setattr(torch, "compile", None)
+    assert answers() == first
+    plain = plain_decoder(folder)
+    assert first == [plain.generate(text_of(n), **options).token_ids for n in (5, 240, 600)]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_decoders_of_two_models_compile_in_one_process(folder, tmp_path, monkeypatch, stored):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny_checkpoint(tmp_path / "other", "llama-9-heads-on-3", rms_norm_eps=3e-5, num_hidden_layers=2)
+    for model in (folder, tmp_path / "other", folder):
+        decoder = load(str(model), dtype="float32", device="cpu", compile_cache=stored, max_seq_len=600)
+        forget_stop_tokens(decoder)
+        options = {"raw": True, "max_new_tokens": 12}
+        expected = plain_decoder(model).generate("hello", **options).token_ids
+        assert decoder.generate("hello", **options).token_ids == expected
 
 
 def test_a_tenth_decoder_in_one_process_still_compiles():

@@ -1,0 +1,92 @@
+"""Compiled rounds on disk, so that a second start neither traces nor compiles.
+
+torch keeps compiled kernels between processes but traces Python anew each time, which takes longer than everything
+else at a warm start. `aot_compile` stores the traced program too. Its guards are left out: what they would check is
+in the key instead, so that a stored program is used only for the same code, tensors, torch, CPU and thread count.
+Files are pickles in the user's own cache folder, like torch's; nothing is ever loaded from elsewhere.
+"""
+
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+Program = Callable[..., torch.Tensor]
+
+
+def program_key(module: nn.Module, name: str, example: torch.Tensor) -> str:
+    """A name for `module`'s program `name`: a SHA-256 over everything that the compiled code depends on."""
+    digest = hashlib.sha256()
+    add = lambda *parts: digest.update(repr(parts).encode())  # noqa: E731
+    add(torch.__version__, platform.python_version(), platform.machine(), torch.backends.cpu.get_cpu_capability())
+    add(torch.get_num_threads(), name, tuple(example.shape[1:]), example.dtype)
+    for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        add(tensor_name, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
+    for part in module.modules():
+        add(type(part).__qualname__, part.extra_repr())
+        for attribute, value in sorted(vars(part).items()):
+            add(attribute, repr(value) if _plain(value) else type(value).__qualname__)
+    root = Path(__file__).parents[1]
+    for package in ("models", "quantize", "fastdecode"):
+        for file in sorted((root / package).rglob("*.py")):
+            add(str(file.relative_to(root)), hashlib.sha256(file.read_bytes()).hexdigest())
+    return f"{name}-{digest.hexdigest()[:32]}"
+
+
+def _plain(value: object) -> bool:
+    """Whether a module's attribute is a value that tracing may have burnt in, and whose repr says all about it."""
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, bool | int | float | str | type(None)) or hasattr(value, "__dataclass_fields__")
+
+
+def compile_or_load(method: Program, example: torch.Tensor, folder: Path) -> Program:
+    """The compiled form of `method`, a bound method of a module that takes one tensor: from `folder` if it is there,
+    else compiled now and stored there.
+
+    A file that cannot be used (damaged, from elsewhere) is replaced. The folder may be shared by several processes.
+    """
+    module, name = method.__self__, method.__name__
+    file = folder / program_key(module, name, example)
+    program = _load(file)
+    if program is None:
+        torch_program = torch.compile(method, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
+        program = torch_program.aot_compile(((example,), {}))
+        _store(program, file)
+    return lambda argument: program(module, argument)
+
+
+def available() -> bool:
+    """Whether this torch can store compiled programs."""
+    return hasattr(torch.compiler, "load_compiled_function")
+
+
+def _no_guards(guards: list) -> list[bool]:
+    return [False] * len(guards)
+
+
+def _load(file: Path) -> Program | None:
+    try:
+        with open(file, "rb") as stored:
+            return torch.compiler.load_compiled_function(stored)
+    except FileNotFoundError:
+        return None
+    except Exception:  # a damaged pickle can raise anything; the program is compiled again
+        return None
+
+
+def _store(program: Program, file: Path) -> None:
+    """Write whole or not at all; a cache that cannot be written is only a slower next start."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            draft = os.path.join(scratch, file.name)
+            program.save_compiled_function(draft)
+            os.replace(draft, file)
+    except OSError:
+        pass
