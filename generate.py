@@ -17,7 +17,7 @@ Streams the answer of a language model to stdout; everything else goes to stderr
 
 
 def parse(argv: Sequence[str] | None):
-    parser = Parser(prog="generate.py", description=DESCRIPTION)
+    parser = Parser(prog="generate.py", usage="python generate.py [PROMPT] [options]", description=DESCRIPTION)
     group = parser.add_argument_group("input and output")
     add = group.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="what to answer; without it, prompts are read from stdin")

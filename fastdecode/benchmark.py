@@ -29,7 +29,8 @@ SUITES = ("quick", "full", "gpu")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m fastdecode.benchmark", description=DESCRIPTION)
+    usage = "python -m fastdecode.benchmark [options]"
+    parser = Parser(prog="python -m fastdecode.benchmark", usage=usage, description=DESCRIPTION)
     group = parser.add_argument_group("measuring")
     add = group.add_argument
     add("--prompts", metavar="FILE", help=(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from fastdecode.benchmark_report import SHORT_DTYPE, Row, as_report, machine
 from fastdecode.decoder import Decoder
@@ -45,7 +46,7 @@ class Benchmark:
         """Measure, printing the predicted ceiling on stdout before the rates; returns the JSON object."""
         args = self.args
         cold_compile_s, warm_start_s = self._startup() if args.startup else (None, None)
-        with self.console.status(f"Loading {args.model} …"):
+        with self.console.status(escape(f"Loading {args.model} …")):
             decoder = load(**load_arguments(args), note=self._note)
         if args.temperature == "model":
             self.sampling = sampling_arguments(args, decoder.suggested_sampling)

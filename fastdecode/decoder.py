@@ -59,7 +59,7 @@ class Decoder:
         self.state = TextState(batch, max_seq_len, drafter.n_nodes, self.stop_ids, device)
         vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)
         self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile, program_folder)
-        self.prefill = Prefill(model, self.cache, compile=False)
+        self.prefill = Prefill(model, self.cache)
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]  # tokens whose keys and values are in each slot
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for
         self.busy = False
@@ -132,10 +132,15 @@ class Decoder:
         StopStrings(stop)
         encoded = [self.encode(p, raw=raw, system=system) for p in prompts]
         for ids in encoded:
-            self._check_fits(ids)
+            self._check(ids)
         return self._run(prompts, encoded, options, max_new_tokens, stop, raw, first_index, keep_prefix)
 
-    def _check_fits(self, ids: list[int]) -> None:
+    def _check(self, ids: list[int]) -> None:
+        if max(ids) >= self.model.config.vocab_size:
+            raise InputError(
+                f"The prompt has token {max(ids)}, but the model knows only {self.model.config.vocab_size}; leave out "
+                "the special token that its tokenizer adds."
+            )
         if len(ids) >= self.max_seq_len:
             raise InputError(
                 f"The prompt has {len(ids)} tokens, but at most {self.max_seq_len - 1} fit beside an answer; "

@@ -1,7 +1,6 @@
 """load(): the one way to build a Decoder."""
 
-import os
-import shutil
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ import torch
 
 from fastdecode.chat import read_chat_template
 from fastdecode.decoder import Decoder
-from fastdecode.memory import affordable_tokens
-from fastdecode.runner import prepare_compiler
+from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token
+from fastdecode.program_cache import stored_programs
+from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
 from models.config import ModelConfig
-from models.download import cache_folder
 from models.errors import InputError
 from models.transformer import Transformer
 
@@ -46,9 +45,9 @@ def load(
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
     `batch`: texts decoded at a time. `chat_template`: a named template or a file, instead of the checkpoint's.
-    `compile_cache`: keep compiled programs in the user's cache folder, for the next start. `note` receives sentences
-    that the user should read. Raises InputError for anything that cannot be honoured, before weights are read where
-    that can be known.
+    `compile_cache`: keep compiled programs beside torch's own compile cache, for the next start. `note` receives
+    sentences that the user should read. Raises InputError for anything that cannot be honoured, before weights are
+    read where that can be known.
     """
     check_what_is_built(draft=draft, tree=tree, quantize=quantize, kv_cache=kv_cache)
     place = _device(device)
@@ -65,24 +64,16 @@ def load(
         raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
     if path.is_file():
         note(f"{path.name}: stored weights are dequantized to {str(precision).removeprefix('torch.')}.")
-    if place.type == "cpu" and compile and not _has_compiler():
-        note("No C++ compiler was found, so rounds run uncompiled and slower; install g++ or clang++.")
+    if compile and not can_compile():
+        note("No working C++ compiler was found, so rounds run uncompiled and slower; install g++, or set CXX.")
         compile = False
+    limit = _text_limit(config, max_seq_len, precision, batch, place, note)
+    stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
     preparation = prepare_compiler() if compile and place.type == "cpu" else None
     network = _network(config, path, place, precision)
     if preparation is not None:
         preparation.join()
-    limit = config.max_position_embeddings
-    if max_seq_len is not None:
-        _check_max_seq_len(max_seq_len, limit, config)
-        limit = max_seq_len
-    else:
-        affordable = affordable_tokens(config, precision, batch, place)
-        if affordable < limit:
-            note(f"Memory allows texts of {affordable} tokens, of the model's {limit}; --max-seq-len changes it.")
-            limit = affordable
-    stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
     decoder = Decoder(
         network,
         tokenizer,
@@ -90,7 +81,7 @@ def load(
         max_seq_len=limit,
         batch=batch,
         compile=compile,
-        program_folder=cache_folder() / "programs" if compile_cache else None,
+        program_folder=stored_programs() if compile_cache else None,
     )
     decoder.suggested_sampling = _suggested_sampling(generation)
     return decoder
@@ -111,6 +102,8 @@ def check_what_is_built(*, draft: str, tree: str, quantize: str, kv_cache: str) 
 def _suggested_sampling(generation: dict[str, Any]) -> dict[str, Any]:
     """Sampling values in a generation_config.json that would change the output, as fields of SamplingOptions."""
     found = {name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None}
+    if generation.get("do_sample") is True:
+        found.setdefault("temperature", 1.0)  # what the reference library means by its absence
     if generation.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}
     neutral = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -127,36 +120,53 @@ def _network(config: ModelConfig, path: Path, device: torch.device, dtype: torch
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and (kind == "cpu" or not (index.isascii() and index.isdecimal()))):
         raise InputError(f"--device should be auto, cpu, cuda or cuda:N, found {name!r}.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--device {name}: this machine or this build of torch has no CUDA device; use --device cpu.")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {name}: there are only {torch.cuda.device_count()} CUDA devices.")
-    return torch.device(name)
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))  # streams, events and graph captures mean the current device
+        return torch.device("cuda", int(index or 0))
+    return torch.device(kind)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+        on_arm = platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
+        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if on_arm else torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if has_bf16 else torch.float32
     if name not in DTYPES:
         raise InputError(f"--dtype should be auto, {', '.join(DTYPES)}, found {name!r}.")
     return DTYPES[name]
 
 
-def _has_compiler() -> bool:
-    candidates = [os.environ.get("CXX"), "g++", "clang++", "cl"]
-    return any(shutil.which(name) for name in candidates if name)
-
-
-def _check_max_seq_len(value: int, limit: int, config: ModelConfig) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-        raise InputError(f"--max-seq-len should be a whole number of at least 2, found {value!r}.")
-    if value > limit and config.rope.kind != "dynamic":
-        raise InputError(f"--max-seq-len {value} is beyond the model's limit of {limit} positions.")
+def _text_limit(
+    config: ModelConfig, asked: int | None, dtype: torch.dtype, batch: int, device: torch.device, note: Note
+) -> int:
+    """Tokens that a text may have: what was asked for if the model and the memory allow it, else as many as they do."""
+    limit = config.max_position_embeddings
+    if asked is not None:
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 2:
+            raise InputError(f"--max-seq-len should be a whole number of at least 2, found {asked!r}.")
+        if asked > limit and config.rope.kind != "dynamic":
+            raise InputError(f"--max-seq-len {asked} is beyond the model's limit of {limit} positions.")
+        limit = asked
+    fits, comfortable = affordable_tokens(config, dtype, batch, device)
+    if asked is None and comfortable < limit and fits >= FEWEST_TOKENS:
+        limit = max(comfortable, FEWEST_TOKENS)
+        note(f"Memory allows texts of {limit} tokens; --max-seq-len asks for another length.")
+    if limit > fits:
+        needed = cache_bytes_per_token(config, dtype) * batch * limit / 1e9
+        raise InputError(
+            f"The cache for {batch} texts of {limit} tokens takes {needed:,.1f} GB, more than the memory that is free; "
+            "give a smaller --max-seq-len or --batch."
+        )
+    return limit
 
 
 def _eos_ids(generation: dict[str, Any]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import torch
 from models.config import ModelConfig
 from models.transformer import Transformer
 
-SHARE_FOR_CACHE = 0.5  # of the memory that is free once the weights are in place
+SHARE_FOR_CACHE = 0.5  # of the memory that the weights leave free, where nobody asked for a length
+FEWEST_TOKENS = 512  # a shorter text is no use unless it is asked for
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -31,11 +32,20 @@ def weight_bytes_per_round(model: Transformer) -> int:
     return total
 
 
-def affordable_tokens(config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device) -> int:
-    """How many tokens a cache for `batch` texts can hold of each, in half of the memory that is free; at least 512."""
+def affordable_tokens(
+    config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device
+) -> tuple[int, int]:
+    """How many tokens of each of `batch` texts a cache can hold beside the weights, which are not loaded yet: in all of
+    the memory that is free, and in half of it."""
     per_token = cache_bytes_per_token(config, dtype) * batch
-    tokens = int(free_bytes(device) * SHARE_FOR_CACHE) // per_token
-    return max(512, tokens // 64 * 64)
+    left = max(0, free_bytes(device) - weight_bytes(config, dtype))
+    return left // per_token, int(left * SHARE_FOR_CACHE) // per_token // 64 * 64
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights, from its config alone."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(config).parameters()) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:
@@ -67,7 +77,8 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 def measure_bandwidth(device: torch.device, megabytes: int = 256) -> float:
     """Bytes per second at which `device` reads memory, best of several passes over a block larger than its caches."""
     on_cuda = device.type == "cuda"
-    block = torch.ones(megabytes * 2**20 * (8 if on_cuda else 1) // 4, dtype=torch.float32, device=device)
+    size = min(megabytes * 2**20 * (8 if on_cuda else 1), free_bytes(device) // 2)
+    block = torch.ones(max(size, 2**20) // 4, dtype=torch.float32, device=device)
     best = 0.0
     for _ in range(8):
         if on_cuda:

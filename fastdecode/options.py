@@ -62,6 +62,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     group.add_argument("--draft", default="auto", metavar="NAME", help="auto (default: none yet), none")
     group.add_argument("--tree", default="auto", metavar="SHAPE", help="auto (default)")
+    group.add_argument("--draft-rope-theta", metavar="X", help="rotary base of the draft head (not built yet)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +110,8 @@ def run_command(main: Callable[[Sequence[str] | None], None], argv: Sequence[str
 
     A reader that closes the pipe (`| head`) has seen enough: that is success.
     """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # answers hold any character, whatever the locale
     try:
         main(argv)
         sys.stdout.flush()

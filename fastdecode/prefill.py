@@ -1,8 +1,11 @@
-"""Prefill: the keys and values of a prompt, in chunks of a few fixed sizes."""
+"""Prefill: the keys and values of a prompt, in chunks of a few fixed sizes.
+
+Runs uncompiled: each chunk size would cost a cold start of its own, for a few milliseconds of overhead per chunk.
+"""
 
 import torch
 
-from fastdecode.runner import bucket_sizes, compiled
+from fastdecode.runner import bucket_sizes
 from models.cache import KVCache
 from models.transformer import Transformer
 
@@ -19,10 +22,9 @@ def chunk_plan(n_tokens: int) -> list[int]:
 class Prefill:
     """Fills the cache with a prompt, one sequence at a time: no prompt's result depends on its neighbours."""
 
-    def __init__(self, model: Transformer, cache: KVCache, compile: bool):
+    def __init__(self, model: Transformer, cache: KVCache):
         self.model, self.cache = model, cache
         self.buckets = bucket_sizes(cache.bin_row)
-        self.forward = compiled(self._chunk) if compile else self._chunk
 
     @torch.inference_mode()
     def run(self, slot: int, token_ids: list[int], start: int) -> None:
@@ -35,7 +37,7 @@ class Prefill:
             bucket = next(b for b in self.buckets if b >= start + len(ids))
             cache_rows = torch.arange(bucket, device=device)
             first, n_real = torch.tensor(start, device=device), torch.tensor(len(ids), device=device)
-            self.forward(padded, first, n_real, cache_rows, cache)
+            self._chunk(padded, first, n_real, cache_rows, cache)
             start += len(ids)
 
     def _chunk(self, token_ids, start, n_real, cache_rows, cache: KVCache) -> None:

@@ -3,7 +3,7 @@
 torch keeps compiled kernels between processes but traces Python anew each time, which takes longer than everything
 else at a warm start. `aot_compile` stores the traced program too. Its guards are left out: what they would check is
 in the key instead, so that a stored program is used only for the same code, tensors, torch, CPU and thread count.
-Files are pickles in the user's own cache folder, like torch's; nothing is ever loaded from elsewhere.
+Files are pickles in the user's own compile cache, as torch's are; nothing is ever loaded from elsewhere.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ def program_key(module: nn.Module, name: str, example: torch.Tensor) -> str:
     digest = hashlib.sha256()
     add = lambda *parts: digest.update(repr(parts).encode())  # noqa: E731
     add(torch.__version__, platform.python_version(), platform.machine(), torch.backends.cpu.get_cpu_capability())
-    add(torch.get_num_threads(), name, tuple(example.shape[1:]), example.dtype)
+    add(_cpu_flags(), os.environ.get("CXX"), torch.get_num_threads(), name, tuple(example.shape[1:]), example.dtype)
     for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
         add(tensor_name, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
     for part in module.modules():
@@ -36,6 +36,22 @@ def program_key(module: nn.Module, name: str, example: torch.Tensor) -> str:
         for file in sorted((root / package).rglob("*.py")):
             add(str(file.relative_to(root)), hashlib.sha256(file.read_bytes()).hexdigest())
     return f"{name}-{digest.hexdigest()[:32]}"
+
+
+def stored_programs() -> Path:
+    """The folder of stored programs, inside torch's compile cache (TORCHINDUCTOR_CACHE_DIR), which they belong to."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "fastdecode"
+
+
+def _cpu_flags() -> str:
+    """What this CPU can do, in its own words: kernels are compiled for exactly that."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return platform.processor()
 
 
 def _plain(value: object) -> bool:
@@ -55,15 +71,16 @@ def compile_or_load(method: Program, example: torch.Tensor, folder: Path) -> Pro
     file = folder / program_key(module, name, example)
     program = _load(file)
     if program is None:
-        torch_program = torch.compile(method, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
-        program = torch_program.aot_compile(((example,), {}))
+        compiled = torch.compile(method, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
+        program = compiled.aot_compile(((example,), {}))
         _store(program, file)
     return lambda argument: program(module, argument)
 
 
 def available() -> bool:
     """Whether this torch can store compiled programs."""
-    return hasattr(torch.compiler, "load_compiled_function")
+    has_loader = hasattr(torch.compiler, "load_compiled_function")
+    return has_loader and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def _no_guards(guards: list) -> list[bool]:
@@ -88,5 +105,5 @@ def _store(program: Program, file: Path) -> None:
             draft = os.path.join(scratch, file.name)
             program.save_compiled_function(draft)
             os.replace(draft, file)
-    except OSError:
+    except Exception:  # a full disk, or something in the program that cannot be pickled
         pass

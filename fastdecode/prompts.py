@@ -26,7 +26,7 @@ def read_prompts(name: str) -> list[PromptLine]:
     if name == "-":
         return parse_prompts(_read(sys.stdin, "stdin"), "stdin")
     try:
-        with open(name, encoding="utf-8", newline="") as file:
+        with open(name, encoding="utf-8-sig", newline="") as file:
             return parse_prompts(_read(file, name), name)
     except OSError as error:
         raise InputError(f"--prompts {name}: {error.strerror or error}.") from None

@@ -51,6 +51,17 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False, **options)
 
 
+def can_compile() -> bool:
+    """Whether the C++ compiler that torch.compile would call is there (Triton's launcher needs it, too)."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+        return False
+
+
 def prepare_compiler() -> Thread:
     """Import the compiler, and start asking the C++ compiler which vector instructions it knows: seconds of waiting
     for other processes, which need not come after the weights. Join the thread before compiling."""
@@ -84,6 +95,7 @@ class Runner:
             self.programs = {name: compiled(function) for name, function in self.programs.items()}
         self.captures = self.on_cuda and compile
         self.graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graph_pool = None
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self.free_slots: list[Tensor] = []  # pinned host memory, two slots once used
 
@@ -150,7 +162,9 @@ class Runner:
                 self.programs[program](rows)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        if self.graph_pool is None:
+            self.graph_pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share their memory
+        with torch.cuda.graph(graph, pool=self.graph_pool):
             report = self.programs[program](rows)
         state.done.copy_(done)
         return graph, report

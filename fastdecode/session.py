@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fastdecode.decoder import Piece, Prompt
+from fastdecode.detokenizer import StopStrings
 from fastdecode.loading import check_what_is_built, load
 from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
 from fastdecode.options import load_arguments, sampling_arguments
@@ -30,7 +32,7 @@ class Session:
         self.sampling = sampling_arguments(args)
         self.options = SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
         self.prompts = [] if args.chat else self._prompts()
-        with self.console.status(f"Loading {args.model} …"):
+        with self.console.status(escape(f"Loading {args.model} …")):
             self.decoder = load(**load_arguments(args), note=self.note)
         self._suggested_sampling()
         if args.explain:
@@ -92,7 +94,11 @@ class Session:
     def _check_options(self) -> None:
         args = self.args
         check_what_is_built(draft=args.draft, tree=args.tree, quantize=args.quantize, kv_cache=args.kv_cache)
-        for option, given in (("--show-draft", args.show_draft), ("--profile", args.profile)):
+        for option, given in (
+            ("--show-draft", args.show_draft),
+            ("--profile", args.profile),
+            ("--draft-rope-theta", args.draft_rope_theta is not None),
+        ):
             if given:
                 raise InputError(f"{option} is not built yet; leave it out.")
         if args.prompt is not None and args.prompts is not None:
@@ -101,6 +107,7 @@ class Session:
             raise InputError("--chat cannot go with --raw, --prompts or --batch; leave those out.")
         if args.raw and args.system is not None:
             raise InputError("--system needs the chat template, which --raw leaves out; give one of them.")
+        StopStrings(tuple(args.stop))
         if args.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens should be at least 1, found {args.max_new_tokens}.")
         if args.prompt is None and args.prompts is None and not args.chat and sys.stdin.isatty():
@@ -117,7 +124,10 @@ class Session:
         while True:
             if sys.stdin.isatty():
                 self.console.print("> ", end="")
-            line = sys.stdin.readline()
+            try:
+                line = sys.stdin.readline()
+            except UnicodeDecodeError as error:
+                raise InputError(f"stdin: is not UTF-8 text ({error.reason}).") from None
             if not line:
                 return
             if line.strip():
@@ -129,6 +139,8 @@ class Session:
         if self.args.temperature == "model":
             self.sampling = sampling_arguments(self.args, suggested)
             self.options = SamplingOptions(**self.sampling)
+            if not suggested:
+                self.note("The checkpoint suggests no sampling values, so the likeliest token is taken.")
         elif suggested:
             values = ", ".join(f"{name} {value}" for name, value in suggested.items())
             self.note(f"The checkpoint suggests {values}; not applied (--temperature model applies them).")
@@ -157,8 +169,10 @@ class Session:
         if rates:
             rate = sum(rates) / len(rates)
             parts.append(f"decode {rate:.1f} tokens/s")
-        device = self.decoder.model.norm.weight.device
-        peak = peak_memory_bytes(device)
+        if not hasattr(self, "bandwidth"):  # measured once, after a look at the peak that it would raise
+            device = self.decoder.model.norm.weight.device
+            self.peak, self.bandwidth = peak_memory_bytes(device), measure_bandwidth(device)
+        peak = self.peak
         if peak is not None:
             parts.append(f"peak memory {peak / MB:,.0f} MB")
         if rates:
@@ -167,12 +181,10 @@ class Session:
 
     def _share_of_ceiling(self, rate: float, stats: list[dict[str, Any]]) -> str:
         """A token costs at least the reading of all weights and of the cached text; what does the memory allow?"""
-        model, device = self.decoder.model, self.decoder.model.norm.weight.device
+        model = self.decoder.model
         mean_length = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
         per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype)
-        bytes_per_token = weight_bytes_per_round(model) + mean_length * per_token
-        if not hasattr(self, "bandwidth"):
-            self.bandwidth = measure_bandwidth(device)
+        bytes_per_token = weight_bytes_per_round(model) + mean_length * per_token * self.decoder.batch
         share = rate * bytes_per_token / self.bandwidth
         return f"{share:.0%} of what {self.bandwidth / 1e9:.1f} GB/s allow"
 

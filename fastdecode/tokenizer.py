@@ -117,7 +117,15 @@ def load_tokenizer(
     """
     path = Path(path)
     if path.is_dir():
-        return _from_folder(path, chat_template)
+        try:
+            return _from_folder(path, chat_template)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"{path}: the tokenizer's JSON files do not have the layout that is expected "
+                f"({type(error).__name__}: {error}); fetch them again."
+            ) from None
     return _from_gguf(gguf_vocab(read_gguf(path).metadata, path), chat_template, path)
 
 
@@ -212,6 +220,8 @@ def _checkpoint_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise InputError(f"{folder}: chat_template should be text or a list of named texts; fetch it again.")
     return template
 
 

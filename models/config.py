@@ -25,7 +25,7 @@ FAMILIES = {
 # What each family means when config.json leaves the field out (the reference library's class defaults).
 DEFAULT_THETA = {"mixtral": 1e6}
 DEFAULT_HEAD_DIM = {"qwen3": 128}
-DEFAULT_SLIDING_WINDOW = {"mistral": 4096}
+DEFAULT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
 
 MOST_PARTS = 10_000  # layers, or experts: a damaged number must not keep the machine busy building a network
 
@@ -134,7 +134,7 @@ class _Reader:
         value = self.config.get(field)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= low:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < 1e30:
             raise self.fail(field, f"a finite number above {low:g}")
         return float(value)
 
@@ -156,7 +156,7 @@ class _Reader:
     def model(self) -> ModelConfig:
         config = self.config
         family = config.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise self.fail("model_type", f"one of {', '.join(FAMILIES)}")
         architectures = config.get("architectures") or list(FAMILIES[family][:1])
         if not isinstance(architectures, list) or not any(a in FAMILIES[family] for a in architectures):
@@ -224,7 +224,8 @@ class _Reader:
         uses = self.flag("use_sliding_window", False) if family.startswith("qwen") else family in ("mistral", "mixtral")
         if layer_types is not None:
             known = ("full_attention", "sliding_attention")
-            if not isinstance(layer_types, list) or len(layer_types) != n_layers or set(layer_types) - set(known):
+            is_list = isinstance(layer_types, list) and len(layer_types) == n_layers
+            if not is_list or any(kind not in known for kind in layer_types):
                 raise self.fail("layer_types", f"{n_layers} times full_attention or sliding_attention")
         if window is None or not uses:
             if layer_types and "sliding_attention" in layer_types:
@@ -298,6 +299,8 @@ class _Reader:
             if high <= low:
                 raise at.fail("high_freq_factor", f"above low_freq_factor ({low:g})")
             return RopeConfig(kind, theta, at.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+        if theta <= 1:
+            raise self.fail("rope_theta", "above 1 with a yarn rope")
         factor = at.number("factor", max_positions / original)
         mscale, mscale_all = at.number("mscale", 0.0, -1.0), at.number("mscale_all_dim", 0.0, -1.0)
         if mscale and mscale_all:

@@ -24,6 +24,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     n_kv_heads = k.shape[1]
     group = n_heads // n_kv_heads
     if n > FEW_ROWS:
+        if q.is_cuda:  # the kernels that take a mask there do not take groups
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
     q = q.reshape(batch, n_kv_heads, group, n, head_dim).float() * head_dim**-0.5
     scores = (q[..., None, :] * k[:, :, None, None].float()).sum(-1)  # [B, H_kv, G, N, S]

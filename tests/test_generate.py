@@ -156,6 +156,10 @@ BAD = [
     (["hi", "--seed", "x"], "--seed"),
     (["hi", "--stop", ""], "stop string"),
     (["hi", "--device", "tpu"], "--device"),
+    (["hi", "--device", "cpu:"], "--device"),
+    (["hi", "--batch", "100000000"], "--batch"),
+    (["hi", "--draft-rope-theta", "10000"], "not built yet"),
+    (["hi", "--model", "[/x]"], "[/x]"),
     (["hi", "--dtype", "int3"], "--dtype"),
     (["hi", "--draft", "ngram"], "not built yet"),
     (["hi", "--tree", "chain:3"], "not built yet"),
@@ -219,6 +223,7 @@ def test_ctrl_c_while_streaming_ends_cleanly(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )
     assert process.stdout.read(5)  # it streams
     process.send_signal(signal.SIGINT)

@@ -10,6 +10,7 @@ import torch
 from tiny_checkpoint import PADDING_ROWS, tiny_checkpoint
 
 from fastdecode import load
+from fastdecode.memory import cache_bytes_per_token, weight_bytes
 from fastdecode.prefill import chunk_plan
 from models.errors import InputError
 
@@ -305,3 +306,31 @@ def test_an_abandoned_stream_leaves_the_decoder_usable(tiny):
 def test_a_budget_that_is_no_positive_whole_number_is_refused(tiny, value):
     with pytest.raises(InputError, match="max_new_tokens"):
         tiny[2].run(["hello"], max_new_tokens=value)
+
+
+def test_a_machine_without_a_compiler_runs_uncompiled_and_says_so(tiny, monkeypatch):
+    monkeypatch.setattr("fastdecode.loading.can_compile", lambda: False)
+    notes = []
+    decoder = load(str(tiny[0]), dtype="float32", device="cpu", note=notes.append)
+    forget_stop_tokens(decoder)
+    assert any("compiler" in note for note in notes)
+    expected = tiny[2].generate("hello", raw=True, max_new_tokens=5).token_ids
+    assert decoder.generate("hello", raw=True, max_new_tokens=5).token_ids == expected
+
+
+def test_a_prompt_token_beyond_the_embedding_is_refused(tiny, monkeypatch):
+    decoder = plain_decoder(tiny[0])
+    monkeypatch.setattr(decoder.tokenizer, "encode", lambda text: [1, decoder.model.config.vocab_size])
+    with pytest.raises(InputError, match="the model knows only"):
+        decoder.run(["hello"], raw=True)
+
+
+def test_a_text_longer_than_memory_is_refused_and_a_default_one_cut(tiny, monkeypatch):
+    notes, config = [], tiny[2].model.config
+    free = weight_bytes(config, torch.float32) + 1600 * cache_bytes_per_token(config, torch.float32)
+    monkeypatch.setattr("fastdecode.memory.free_bytes", lambda device: free)
+    decoder = load(str(tiny[0]), dtype="float32", device="cpu", compile=False, note=notes.append)
+    assert decoder.max_seq_len == 768 and any("Memory allows" in note for note in notes)  # half, in whole 64s
+    load(str(tiny[0]), dtype="float32", device="cpu", compile=False, max_seq_len=1600)
+    with pytest.raises(InputError, match="more than the memory that is free"):
+        load(str(tiny[0]), dtype="float32", device="cpu", compile=False, max_seq_len=1601)

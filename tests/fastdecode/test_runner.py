@@ -72,7 +72,7 @@ def test_compiled_answers_cross_buckets(folder, compiled_decoder):
 
 
 def test_a_second_start_compiles_nothing_and_says_the_same(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     options = {"raw": True, "max_new_tokens": 40}
 
     def answers():
@@ -89,7 +89,7 @@ def test_a_second_start_compiles_nothing_and_says_the_same(folder, tmp_path, mon
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_decoders_of_two_models_compile_in_one_process(folder, tmp_path, monkeypatch, stored):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     tiny_checkpoint(tmp_path / "other", "llama-9-heads-on-3", rms_norm_eps=3e-5, num_hidden_layers=2)
     for model in (folder, tmp_path / "other", folder):
         decoder = load(str(model), dtype="float32", device="cpu", compile_cache=stored, max_seq_len=600)

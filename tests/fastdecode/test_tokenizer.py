@@ -312,3 +312,19 @@ def test_the_demo_model_splits_digits_and_says_hello_as_known(demo_model_path):
     tokenizer = load_tokenizer(demo_model_path)
     assert len(tokenizer.encode("12345")) == 5
     assert tokenizer.encode("Why is the sky blue?") == [4898, 314, 260, 6376, 4461, 47]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": [{"x": 1}]},
+        {"chat_template": 5},
+        {"added_tokens_decoder": {"x": {"content": "a"}}},
+        {"added_tokens_decoder": {"5": {}}},
+        {"additional_special_tokens": [5, ["x"]]},
+    ],
+    ids=str,
+)
+def test_tokenizer_configs_of_another_layout_are_refused_naming_the_folder(tmp_path, config):
+    with pytest.raises(InputError, match=str(tmp_path)):
+        load_tokenizer(make.sentencepiece_folder(tmp_path, **config))

@@ -23,6 +23,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 REFUSED = [
     ({"model_type": "gpt_neox"}, "model_type"),
     ({"model_type": None}, "model_type"),
+    ({"model_type": ["llama"]}, "model_type"),
+    ({"layer_types": [{}, {}]}, "layer_types"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_theta"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
     ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures"),
     ({"hidden_act": "gelu"}, "hidden_act"),
@@ -85,6 +89,8 @@ def test_defaults_of_absent_fields_are_the_family_s():
     assert ModelConfig.from_hf(mistral).sliding_window == 4096
     assert ModelConfig.from_hf({**mistral, "sliding_window": None}).sliding_window is None
     assert ModelConfig.from_hf({**LLAMA, "sliding_window": 7}).sliding_window is None  # Llama layers know none
+    qwen2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    assert ModelConfig.from_hf({**qwen2, "max_window_layers": 1}).sliding_window == 4096
     qwen3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     assert ModelConfig.from_hf(qwen3).head_dim == 128
 

@@ -75,6 +75,10 @@ def fake_pip(folder: Path, wheel: Path, delay: float = 0.0) -> list[str]:
     return [sys.executable, str(script), str(wheel), str(folder / "pip.log"), str(delay)]
 
 
+def heed_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background has it ignored
+
+
 def start(folder: Path, pip: list[str], pause: float = 0.0, unnamed: bool = True) -> subprocess.Popen:
     command = [sys.executable, "-c", FETCH, str(folder), str(FILE.size), FILE.sha256, str(pause), str(unnamed), *pip]
     environment = os.environ | {"TMPDIR": str(folder.parent / "tmp")}
@@ -82,7 +86,7 @@ def start(folder: Path, pip: list[str], pause: float = 0.0, unnamed: bool = True
     root = Path(__file__).parents[2]
     return subprocess.Popen(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
 
 
