@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdecode.detokenizer import StopStrings, TextStream
+from fastdecode.drafters import Drafter
+from fastdecode.drafters.root import RootOnly
 from fastdecode.prefill import Prefill
 from fastdecode.request import Request, Result
-from fastdecode.round import RootOnly, Round
+from fastdecode.round import Round
 from fastdecode.runner import Runner
 from fastdecode.sampling import SamplingOptions
 from fastdecode.state import TextState
@@ -45,7 +47,7 @@ class Decoder:
         max_seq_len: int,
         batch: int = 1,
         compile: bool = True,
-        drafter=None,
+        drafter: Drafter | None = None,
         program_folder: Path | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
@@ -53,13 +55,13 @@ class Decoder:
         self.max_seq_len, self.batch = max_seq_len, batch
         drafter = RootOnly() if drafter is None else drafter
         model.set_rotary(max_seq_len)
-        rows = -(-(max_seq_len + drafter.n_nodes) // ROW_MULTIPLE) * ROW_MULTIPLE + 1
+        rows = cache_rows_for(max_seq_len, drafter.n_nodes)
         device = model.norm.weight.device
         self.cache = model.new_cache(batch, rows)
         self.state = TextState(batch, max_seq_len, drafter.n_nodes, self.stop_ids, device)
         vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)
         self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile, program_folder)
-        self.prefill = Prefill(model, self.cache)
+        self.prefill = Prefill(model, self.cache, drafter)
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]  # tokens whose keys and values are in each slot
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for
         self.busy = False
@@ -184,10 +186,12 @@ class Decoder:
     def _start(self, slot: int, request: Request, options: SamplingOptions, max_new_tokens: int, keep: bool) -> None:
         """Prefill all of the prompt but its last token, beyond what may be kept, and hand it to the rounds."""
         ids = request.prompt_ids
-        reusable = _common_prefix(self.cached_ids[slot], ids[:-1]) if keep else 0
+        cached, reusable = self.cached_ids[slot], 0
+        if keep:
+            reusable = self.runner.round.drafter.reusable(_common_prefix(cached, ids[:-1]), len(cached) + 1)
         self.cached_ids[slot] = []  # nothing to rely on if prefill is interrupted
         if len(ids) - 1 > reusable:
-            self.prefill.run(slot, ids[:-1], reusable)
+            self.prefill.run(slot, ids, reusable)
         limit = min(len(ids) + max_new_tokens, self.max_seq_len)
         self.state.start(slot, ids, limit, options, request.row)
 
@@ -210,6 +214,11 @@ class Decoder:
         self.state.stop(slot)
         length = int(self.state.length[slot])
         self.cached_ids[slot] = self.state.tokens[slot, : length - 1].tolist()
+
+
+def cache_rows_for(max_seq_len: int, n_nodes: int) -> int:
+    """Rows of a cache for texts of `max_seq_len` tokens and trees of `n_nodes`, the bin included."""
+    return -(-(max_seq_len + n_nodes) // ROW_MULTIPLE) * ROW_MULTIPLE + 1
 
 
 def _program(options: SamplingOptions) -> str:

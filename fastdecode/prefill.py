@@ -5,6 +5,7 @@ Runs uncompiled: each chunk size would cost a cold start of its own, for a few m
 
 import torch
 
+from fastdecode.drafters import Drafter
 from fastdecode.runner import bucket_sizes
 from models.cache import KVCache
 from models.transformer import Transformer
@@ -22,28 +23,31 @@ def chunk_plan(n_tokens: int) -> list[int]:
 class Prefill:
     """Fills the cache with a prompt, one sequence at a time: no prompt's result depends on its neighbours."""
 
-    def __init__(self, model: Transformer, cache: KVCache):
-        self.model, self.cache = model, cache
+    def __init__(self, model: Transformer, cache: KVCache, drafter: Drafter):
+        self.model, self.cache, self.drafter = model, cache, drafter
         self.buckets = bucket_sizes(cache.bin_row)
 
     @torch.inference_mode()
-    def run(self, slot: int, token_ids: list[int], start: int) -> None:
-        """Cache `token_ids[start:]` of sequence `slot`, whose first `start` tokens are cached already."""
+    def run(self, slot: int, prompt_ids: list[int], start: int) -> None:
+        """Cache all of the prompt of text `slot` but its last token, which is the first root; the first `start` tokens
+        are cached already. The drafter sees each chunk, too."""
         device = self.model.norm.weight.device
-        cache = self.cache.slot(slot)
-        for size in chunk_plan(len(token_ids) - start):
-            ids = token_ids[start : start + size]
-            padded = torch.tensor([ids + [0] * (size - len(ids))], device=device)
-            bucket = next(b for b in self.buckets if b >= start + len(ids))
+        cache, end = self.cache.slot(slot), len(prompt_ids) - 1
+        for size in chunk_plan(end - start):
+            n_real = min(size, end - start)
+            bucket = next(b for b in self.buckets if b >= start + n_real)
+            padding = [0] * (size - n_real)
+            ids = torch.tensor([prompt_ids[start : start + n_real] + padding], device=device)
+            next_ids = torch.tensor([prompt_ids[start + 1 : start + n_real + 1] + padding], device=device)
             cache_rows = torch.arange(bucket, device=device)
-            first, n_real = torch.tensor(start, device=device), torch.tensor(len(ids), device=device)
-            self._chunk(padded, first, n_real, cache_rows, cache)
-            start += len(ids)
 
-    def _chunk(self, token_ids, start, n_real, cache_rows, cache: KVCache) -> None:
-        """`token_ids [1, C]` at positions start.., the first `n_real` of them real; padding goes to the bin row."""
-        offsets = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
-        positions = (start + offsets).clamp_max(self.model.cos.shape[0] - 1)
-        rows = torch.where(offsets < n_real, positions, cache.bin_row)
-        mask = cache_rows <= positions[:, :, None]
-        self.model(token_ids, positions, rows, mask, cache_rows[None], cache)
+            offsets = torch.arange(size, device=device)[None]
+            positions = (start + offsets).clamp_max(self.model.cos.shape[0] - 1)
+            rows = torch.where(offsets < n_real, positions, cache.bin_row)
+            mask = cache_rows <= positions[:, :, None]
+            taps = self.drafter.feature_layers
+            hidden = self.model(ids, positions, rows, mask, cache_rows[None], cache, taps)
+            n_pairs = n_real - (start + n_real == end)
+            scalars = (torch.tensor(value, device=device) for value in (start, n_real, n_pairs))
+            self.drafter.prefill(slot, hidden, next_ids, *scalars, cache_rows)
+            start += n_real

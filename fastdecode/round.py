@@ -8,23 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode import sampling
+from fastdecode.drafters import Drafter
 from fastdecode.state import TextState
 from fastdecode.tree import DraftTree, Lineage, lineage, path_to
 from models.cache import KVCache
-from models.transformer import Transformer
-
-
-class RootOnly:
-    """The drafter of plain decoding: it proposes nothing, so the tree is the root alone."""
-
-    n_nodes = 1
-    max_depth = 0
-    chain = True  # accepted nodes already lie in the cache rows of their positions
-
-    def draft(self, state: TextState, root: Tensor) -> DraftTree:
-        """`root [B]` token ids -> a tree of one node."""
-        tokens = root[:, None]
-        return DraftTree(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+from models.transformer import Hidden, Transformer
 
 
 class Round(nn.Module):
@@ -33,7 +21,7 @@ class Round(nn.Module):
     `vocab_size`: ids at or above it are padding rows of the embedding and are never chosen.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, state: TextState, drafter, vocab_size: int):
+    def __init__(self, model: Transformer, cache: KVCache, state: TextState, drafter: Drafter, vocab_size: int):
         super().__init__()
         self.model, self.cache, self.state = model, cache, state
         self.drafter, self.vocab_size = drafter, vocab_size
@@ -55,17 +43,27 @@ class Round(nn.Module):
         state = self.state
         root_position = state.length - 1  # [B]
         root = state.tokens.gather(1, root_position[:, None])[:, 0]
-        tree = self.drafter.draft(state, root)
+        # The drafter ranks its candidates by the noise that the target will choose with.
+        noise, temperature = (self.noise(), state.sampling.temperature) if sampled else (None, None)
+        tree = self.drafter.draft(state, root, cache_rows, noise, temperature)
         family = lineage(tree.parents, self.drafter.max_depth)
 
         hidden = self.verify(tree, family, cache_rows)
-        chosen = self.choose(self.model.logits(hidden), tree, family, sampled)
+        chosen = self.choose(self.model.logits(hidden.last), tree, family, noise)
 
         path, n_accepted = self.accept(tree, family, chosen)
+        self.drafter.keep(state, hidden, path)
         return self.commit(tree, chosen, path, n_accepted)
 
-    def verify(self, tree: DraftTree, family: Lineage, cache_rows: Tensor) -> Tensor:
-        """One forward pass of the target over the tree's nodes -> `[B, N, h]` after the final norm."""
+    def noise(self) -> Tensor:
+        """`[B, D+1, V]`: the noise of the tokens at depths 1 .. D+1. It belongs to the position that a token will take,
+        so nodes of one depth share it."""
+        levels = torch.arange(self.drafter.max_depth + 1, device=self.state.length.device)
+        positions = self.state.length[:, None] + levels
+        return sampling.gumbel_noise(self.state.sampling.seed, positions, self.model.config.vocab_size)
+
+    def verify(self, tree: DraftTree, family: Lineage, cache_rows: Tensor) -> Hidden:
+        """One forward pass of the target over the tree's nodes."""
         state, n = self.state, tree.tokens.shape[1]
         first = (state.length - 1)[:, None]  # [B, 1]: the root's position and cache row
         nodes = torch.arange(n, device=first.device)
@@ -78,16 +76,14 @@ class Round(nn.Module):
         among_nodes = family.ancestors.gather(2, node_of_row[:, None].expand(-1, n, -1)) & is_node[:, None]
         mask = (cache_rows < first)[:, None] | among_nodes
         key_positions = torch.where(is_node, first + family.depth.gather(1, node_of_row), cache_rows)
-        return self.model(tree.tokens, positions, rows, mask, key_positions, self.cache).last
+        taps = self.drafter.feature_layers
+        return self.model(tree.tokens, positions, rows, mask, key_positions, self.cache, taps)
 
-    def choose(self, logits: Tensor, tree: DraftTree, family: Lineage, sampled: bool) -> Tensor:
+    def choose(self, logits: Tensor, tree: DraftTree, family: Lineage, noise: Tensor | None) -> Tensor:
         """The target's own next token at every node, `[B, N]`: the one rule of sampling.py."""
-        if not sampled:
+        if noise is None:
             return sampling.greedy(logits, self.vocab_size)
         state, vocab = self.state, logits.shape[-1]
-        # Noise belongs to the position that the token will take, so nodes of one depth share it.
-        levels = torch.arange(self.drafter.max_depth + 1, device=logits.device)
-        noise = sampling.gumbel_noise(state.sampling.seed, state.length[:, None] + levels, vocab)  # [B, D+1, V]
         noise = noise.gather(1, family.depth[:, :, None].expand(-1, -1, vocab))
         committed = state.committed()
         is_output = committed & (torch.arange(committed.shape[1], device=logits.device) >= state.prompt_length[:, None])

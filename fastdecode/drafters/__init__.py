@@ -40,3 +40,20 @@ class Drafter(Protocol):
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
         """After verification, before text changes: the target's states at the nodes, and the accepted `path [B, D+1]`
         (root first, padded with any node)."""
+
+    def prefill(
+        self,
+        slot: int,
+        hidden: Hidden,
+        next_ids: Tensor,
+        start: Tensor,
+        n_real: Tensor,
+        n_pairs: Tensor,
+        cache_rows: Tensor,
+    ) -> None:
+        """After each chunk of the prompt of text `slot`: the target's states, `[1, C, h]` each, at positions from
+        `start` on, of which `n_real` are real (scalar tensors). `next_ids [1, C]`: the tokens one further. `n_pairs`:
+        n_real, but one less in the last chunk, whose last pair stays pending."""
+
+    def reusable(self, common: int, length: int) -> int:
+        """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`."""

@@ -108,7 +108,7 @@ class EagleDrafter(nn.Module):
 
     def prefill(
         self,
-        state: EagleState,
+        slot: int,
         hidden: Hidden,
         next_ids: Tensor,
         start: Tensor,
@@ -116,13 +116,13 @@ class EagleDrafter(nn.Module):
         n_pairs: Tensor,
         cache_rows: Tensor,
     ) -> None:
-        """Run the pairs of one chunk of a prompt, for the one sequence that `state` is a slot of. A prompt of one token
-        has none.
+        """Run the pairs of one chunk of the prompt of text `slot`. A prompt of one token has none.
 
         `hidden`: the target's states of the chunk, `[1, C, h]` each, at positions from `start` (a scalar tensor, like
         the next two) on, of which `n_real` are real. `next_ids [1, C]`: the tokens one further. `n_pairs`: how many of
         the pairs to run: n_real, but one less in the prompt's last chunk, whose last pair stays pending.
         """
+        state = self.state.slot(slot)
         features = self.head.fuse(hidden)
         offsets = torch.arange(next_ids.shape[1], device=next_ids.device)[None]
         positions = self._positions(start + offsets)

@@ -48,7 +48,7 @@ def prefill(drafter: EagleDrafter, text: Text, hidden: Hidden, n_tokens: int, ch
         next_ids = torch.zeros(1, chunk, dtype=torch.int64)
         next_ids[0, :n_real] = text.tokens[slot, start + 1 : start + n_real + 1]
         scalars = (torch.tensor(value) for value in (start, n_real, n_pairs))
-        drafter.prefill(drafter.state.slot(slot), states, next_ids, *scalars, cache_rows)
+        drafter.prefill(slot, states, next_ids, *scalars, cache_rows)
     text.length[slot] = n_tokens
 
 

@@ -198,7 +198,7 @@ def test_a_prompt_that_shares_a_prefix_prefills_only_what_reusable_leaves(kind):
         n_real = 29 - kept
         scalars = (torch.tensor(value) for value in (kept, n_real, n_real - 1))
         rest = states_at(states, slice(kept, 29), n_real)
-        drafter.prefill(drafter.state.slot(0), rest, mixed[:, kept + 1 : 30], *scalars, torch.arange(ROWS - 1))
+        drafter.prefill(0, rest, mixed[:, kept + 1 : 30], *scalars, torch.arange(ROWS - 1))
         text.length.fill_(30)
         assert_same(draft(drafter, text), fresh_tree(kind, "dynamic", mixed, states, 30))
 

@@ -1,0 +1,43 @@
+"""The drafter of plain decoding: it proposes nothing, so the tree is the root alone."""
+
+import torch
+from torch import Tensor, nn
+
+from fastdecode.drafters import Text
+from fastdecode.tree import DraftTree
+from models.transformer import Hidden
+
+
+class RootOnly(nn.Module):
+    """Proposes nothing and remembers nothing. Drafters without a network of their own inherit the latter."""
+
+    n_nodes = 1
+    max_depth = 0
+    chain = True
+    feature_layers: tuple[int, ...] = ()
+
+    def draft(
+        self, text: Text, root: Tensor, cache_rows: Tensor, noise: Tensor | None, temperature: Tensor | None
+    ) -> DraftTree:
+        """A tree of one node, the root."""
+        tokens = root[:, None]
+        return DraftTree(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+
+    def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
+        """Nothing is kept."""
+
+    def prefill(
+        self,
+        slot: int,
+        hidden: Hidden,
+        next_ids: Tensor,
+        start: Tensor,
+        n_real: Tensor,
+        n_pairs: Tensor,
+        cache_rows: Tensor,
+    ) -> None:
+        """Nothing is filled."""
+
+    def reusable(self, common: int, length: int) -> int:
+        """All that is shared."""
+        return common

@@ -1,0 +1,213 @@
+"""Drafting never changes output: the same tokens with and without a draft, greedy and sampled, whatever is drafted."""
+
+from collections import Counter
+
+import pytest
+import torch
+from stub_drafters import Oracle
+from test_decoder import forget_stop_tokens, plain_decoder, text_of
+from test_runner import NoHostCalls, NoHostReads
+from tiny_checkpoint import tiny_checkpoint
+
+from fastdecode.decoder import Decoder, cache_rows_for
+from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.drafters.ngram import NgramDrafter
+from fastdecode.tree import DynamicTree
+from fastdecode.tree_options import chain, eagle1_tree
+from models.config import ModelConfig
+from models.eagle import Eagle3Head, EagleHead
+from models.head_config import HeadConfig
+
+LIMIT = 700
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
+TREES = {
+    "chain:1": lambda: chain(1),
+    "chain:4": lambda: chain(4),
+    "chain:8": lambda: chain(8),
+    "static": eagle1_tree,
+    "dynamic:1,2,4": lambda: DynamicTree(1, 2, 4),
+    "dynamic:3,4,16": lambda: DynamicTree(3, 4, 16),
+    "dynamic:2,3,8": lambda: DynamicTree(2, 3, 8),
+    "dynamic:5,10,64": lambda: DynamicTree(5, 10, 64),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_checkpoint(folder, hidden_size=48)
+    return plain_decoder(folder, max_seq_len=LIMIT)
+
+
+def drafting(plain, drafter, batch=1, compile=False, limit=LIMIT):
+    """A decoder of the same model with `drafter`."""
+    decoder = Decoder(
+        plain.model, plain.tokenizer, stop_ids=(), max_seq_len=limit, batch=batch, compile=compile, drafter=drafter
+    )
+    forget_stop_tokens(decoder)
+    return decoder
+
+
+def random_head(plain, kind, seed=0):
+    """A head of random weights that knows the target's embedding: right now and then, by accident."""
+    config = plain.model.config
+    layer = ModelConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+        }
+    )
+    torch.manual_seed(seed)
+    if kind == "eagle1":
+        head = EagleHead(HeadConfig("eagle1", layer, config.vocab_size, config.hidden_size, True, ()))
+    else:
+        head = Eagle3Head(HeadConfig("eagle3", layer, 60, config.hidden_size, False, (0, 1, 2)))
+        head.drafted = torch.randperm(config.vocab_size)[:60].sort().values
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(False)
+        if "norm" not in name:
+            parameter.normal_(0, 0.3)
+    return head
+
+
+def eagle(plain, kind, tree, batch=1, limit=LIMIT):
+    builder = TREES[tree]()
+    return EagleDrafter(random_head(plain, kind), builder, batch, cache_rows_for(limit, builder.n_nodes))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("options", [{}, SAMPLED, {**SAMPLED, "repetition_penalty": 1.3, "presence_penalty": 0.3}])
+def test_a_head_never_changes_output(tiny, kind, tree, options):
+    drafted = drafting(tiny, eagle(tiny, kind, tree))
+    for n in (1, 2, 33, 257):
+        arguments = {"raw": True, "max_new_tokens": 24, **options}
+        assert drafted.generate(text_of(n), **arguments).token_ids == tiny.generate(text_of(n), **arguments).token_ids
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 8])
+@pytest.mark.parametrize("options", [{}, SAMPLED, {"repetition_penalty": 1.2}])
+def test_lookup_never_changes_output_and_finds_what_repeats(tiny, n_tokens, options):
+    drafted = drafting(tiny, NgramDrafter(n_tokens))
+    taus = []
+    for prompt in (text_of(1), text_of(40), "12 34 12 34 12 34 12", "hello hello hello"):
+        arguments = {"raw": True, "max_new_tokens": 60, **options}
+        result = drafted.generate(prompt, **arguments)
+        assert result.token_ids == tiny.generate(prompt, **arguments).token_ids
+        taus.append(result.stats["tau"])
+    assert max(taus) > 1 or options  # a random model left alone soon repeats itself
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram"])
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_rows_of_a_batch_accept_different_lengths_and_are_refilled(tiny, kind, options):
+    batch, prompts = 3, [text_of(n, seed=n) for n in (5, 33, 1, 60, 300, 2, 18)]
+    drafter = NgramDrafter(4) if kind == "ngram" else eagle(tiny, kind, "dynamic:3,4,16", batch)
+    together = drafting(tiny, drafter, batch).generate(prompts, raw=True, max_new_tokens=24, **options)
+    for i, result in enumerate(together):
+        alone = {**options, "seed": options["seed"] + i} if options else {}
+        assert result.token_ids == tiny.generate(prompts[i], raw=True, max_new_tokens=24, **alone).token_ids
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+@pytest.mark.parametrize("n_tokens", [1, 4])
+def test_the_oracle_accepts_everything_the_liar_nothing_and_tau_says_so(tiny, n_tokens, options):
+    arguments = {"raw": True, "max_new_tokens": 60, **options}
+    expected = tiny.generate("hello", **arguments).token_ids
+    answers = torch.tensor([tiny.encode("hello", raw=True) + expected])
+
+    def run(spoil):
+        decoder = drafting(tiny, Oracle(n_tokens, answers, spoil))
+        result = decoder.generate("hello", **arguments)
+        assert result.token_ids == expected
+        return result.stats
+
+    always, never = run(torch.zeros_like), run(torch.ones_like)
+    assert always["rounds"] == 60 // (n_tokens + 1) and always["tau"] == n_tokens + 1
+    assert never["rounds"] == 60 and never["tau"] == 1
+    sometimes = run(lambda positions: positions % 5 == 0)
+    assert 1 < sometimes["tau"] < n_tokens + 1
+
+
+def test_a_stop_token_inside_a_draft_ends_text_and_counts(tiny):
+    arguments = {"raw": True, "max_new_tokens": 60}
+    full = tiny.generate("hello", **arguments).token_ids
+    answers = torch.tensor([tiny.encode("hello", raw=True) + full])
+    counted = Counter(full)
+    stop = next(t for i, t in enumerate(full) if i > 6 and full.index(t) == i and i % 5 in (1, 2, 3))
+    decoder = drafting(tiny, Oracle(4, answers))
+    decoder.stop_ids = (stop,)
+    decoder.state.stop_ids.fill_(stop)
+    result = decoder.generate("hello", **arguments)
+    cut = full.index(stop)
+    assert counted[stop] and result.token_ids == full[:cut] and result.finish_reason == "stop"
+    assert result.stats["rounds"] == -(-(cut + 1) // 5)
+    assert result.stats["tau"] == (cut + 1) / result.stats["rounds"]
+    assert decoder.state.length.item() == len(tiny.encode("hello", raw=True)) + cut + 1
+
+
+def test_a_stop_string_inside_a_draft_ends_text_and_ids_before_it(tiny):
+    full = tiny.generate("hello", raw=True, max_new_tokens=60)
+    answers = torch.tensor([tiny.encode("hello", raw=True) + full.token_ids])
+    letters = [i for i in range(10, len(full.text) - 2) if full.text[i : i + 2].isascii()]
+    stop = full.text[letters[0] : letters[0] + 2]
+    expected = tiny.generate("hello", raw=True, max_new_tokens=60, stop=[stop])
+    result = drafting(tiny, Oracle(4, answers)).generate("hello", raw=True, max_new_tokens=60, stop=[stop])
+    assert (result.text, result.token_ids, result.finish_reason) == (expected.text, expected.token_ids, "stop")
+
+
+@pytest.mark.parametrize("budget", [20, 30, 40])
+@pytest.mark.parametrize("tree", ["chain:8", "dynamic:5,10,64"])
+def test_budgets_and_the_context_limit_are_met_exactly(tiny, budget, tree):
+    limit = 60
+    long = tiny.generate(text_of(30), raw=True, max_new_tokens=100).token_ids
+    drafted = drafting(tiny, eagle(tiny, "eagle3", tree, limit=limit), limit=limit)
+    result = drafted.generate(text_of(30), raw=True, max_new_tokens=budget)
+    assert result.token_ids == long[: min(budget, 30)] and result.finish_reason == "length"
+    answers = torch.tensor([tiny.encode(text_of(30), raw=True) + long])
+    oracle = drafting(tiny, Oracle(7, answers), limit=limit)
+    assert oracle.generate(text_of(30), raw=True, max_new_tokens=budget).token_ids == long[: min(budget, 30)]
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram"])
+def test_turns_of_a_conversation_keep_their_prefix_with_a_draft_too(tiny, kind):
+    drafter = NgramDrafter(4) if kind == "ngram" else eagle(tiny, kind, "chain:4")
+    chatting, messages = drafting(tiny, drafter), []
+    for turn in ("hello there", "and then?", "why"):
+        messages.append({"role": "user", "content": turn})
+        kept = chatting.generate(list(messages), max_new_tokens=30, keep_prefix=True)
+        assert kept.token_ids == tiny.generate(list(messages), max_new_tokens=30).token_ids
+        messages.append({"role": "assistant", "content": kept.text})
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram"])
+def test_a_drafted_round_reads_nothing_back_and_is_one_graph(tiny, kind, options):
+    drafter = NgramDrafter(4) if kind == "ngram" else eagle(tiny, kind, "dynamic:3,4,16")
+    decoder = drafting(tiny, drafter)
+    decoder.generate("hello", raw=True, max_new_tokens=2, **options)
+    decoder.state.done.fill_(False)
+    decoder.state.limit.fill_(100)
+    round_, rows = decoder.runner.round, decoder.runner.cache_rows[256]
+    method = round_.sampled if options else round_.greedy
+    with torch.inference_mode(), NoHostCalls(), NoHostReads():
+        method(rows)
+    with torch.inference_mode():
+        torch.compile(method, fullgraph=True, backend="eager", dynamic=False)(rows)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "ngram"])
+def test_compiled_drafted_rounds_say_the_same_and_compile_nothing_new(tiny, kind):
+    drafter = NgramDrafter(3) if kind == "ngram" else eagle(tiny, kind, "dynamic:2,3,8")
+    compiled = drafting(tiny, drafter, compile=True)
+    compiled.generate("warm", raw=True, max_new_tokens=2)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for n in (1, 2, 5, 31, 33, 250, 257, 600):
+            options = {"raw": True, "max_new_tokens": 20}
+            assert compiled.generate(text_of(n), **options).token_ids == tiny.generate(text_of(n), **options).token_ids
