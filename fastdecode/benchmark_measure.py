@@ -22,6 +22,7 @@ from fastdecode.request import Result
 from fastdecode.sampling import SamplingOptions
 from fastdecode.startup import measure_startup, set_threads
 from models.checkpoint import find_checkpoint
+from models.errors import InputError
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
@@ -34,7 +35,9 @@ class Benchmark:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.console = Console(stderr=True, highlight=False)
-        check_what_is_built(draft=args.draft, tree=args.tree, quantize=args.quantize, kv_cache=args.kv_cache)
+        check_what_is_built(quantize=args.quantize, kv_cache=args.kv_cache)
+        if args.draft not in ("auto", "none") or args.tree != "auto" or args.draft_rope_theta is not None:
+            raise InputError("The benchmark measures plain decoding so far; leave out --draft and --tree.")
         self.sampling = sampling_arguments(args)
         SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
         lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)

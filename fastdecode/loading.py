@@ -9,6 +9,7 @@ import torch
 
 from fastdecode.chat import read_chat_template
 from fastdecode.decoder import Decoder
+from fastdecode.drafting import DraftOptions
 from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token
 from fastdecode.program_cache import stored_programs
 from fastdecode.runner import can_compile, prepare_compiler
@@ -29,6 +30,7 @@ def load(
     *,
     draft: str = "auto",
     tree: str = "auto",
+    draft_rope_theta: str | float | None = None,
     quantize: str = "auto",
     kv_cache: str = "auto",
     dtype: str = "auto",
@@ -42,6 +44,8 @@ def load(
 ) -> Decoder:
     """Build a Decoder for `model`: a folder, a `.gguf` file, a hub id, or `smollm2-135m`.
 
+    `draft`: auto (none yet), none, ngram, or the folder or hub id of an EAGLE head; `tree`: auto (a chain of 3),
+    chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
     `batch`: texts decoded at a time. `chat_template`: a named template or a file, instead of the checkpoint's.
@@ -49,7 +53,8 @@ def load(
     sentences that the user should read. Raises InputError for anything that cannot be honoured, before weights are
     read where that can be known.
     """
-    check_what_is_built(draft=draft, tree=tree, quantize=quantize, kv_cache=kv_cache)
+    check_what_is_built(quantize=quantize, kv_cache=kv_cache)
+    drafting = DraftOptions.parse(draft, tree, draft_rope_theta)
     place = _device(device)
     precision = _dtype(dtype, place)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
@@ -60,6 +65,7 @@ def load(
     config = read_config(path)
     tokenizer = load_tokenizer(path, template)
     generation = read_generation_config(path)
+    plan = drafting.plan(config)
     if max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
         raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
     if path.is_file():
@@ -74,6 +80,7 @@ def load(
     network = _network(config, path, place, precision)
     if preparation is not None:
         preparation.join()
+    drafter = plan.build(network, limit, batch)
     decoder = Decoder(
         network,
         tokenizer,
@@ -81,17 +88,16 @@ def load(
         max_seq_len=limit,
         batch=batch,
         compile=compile,
+        drafter=drafter,
         program_folder=stored_programs() if compile_cache else None,
     )
     decoder.suggested_sampling = _suggested_sampling(generation)
     return decoder
 
 
-def check_what_is_built(*, draft: str, tree: str, quantize: str, kv_cache: str) -> None:
+def check_what_is_built(*, quantize: str, kv_cache: str) -> None:
     """Refuse, in a sentence, options whose work is not built yet: InputError."""
     for option, value, accepted in (
-        ("--draft", draft, ("auto", "none")),
-        ("--tree", tree, ("auto",)),
         ("--quantize", quantize, ("auto", "none")),
         ("--kv-cache", kv_cache, ("auto",)),
     ):

@@ -60,9 +60,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--compile", default=True, action=argparse.BooleanOptionalAction, help=(
         "compile the round (default); --no-compile starts sooner and decodes slower"))
     group = parser.add_argument_group("drafting")
-    group.add_argument("--draft", default="auto", metavar="NAME", help="auto (default: none yet), none")
-    group.add_argument("--tree", default="auto", metavar="SHAPE", help="auto (default)")
-    group.add_argument("--draft-rope-theta", metavar="X", help="rotary base of the draft head (not built yet)")
+    add = group.add_argument
+    add("--draft", default="auto", metavar="NAME", help=(
+        "auto (default: none yet), none, ngram (copies from the text so far), or an EAGLE head: a folder or a hub id"))
+    add("--tree", default="auto", metavar="SHAPE", help=(
+        "auto (default: a chain of 3), chain:K (K drafted tokens), static (EAGLE-1's 25), static:FILE (JSON list of "
+        "child-rank paths), dynamic:DEPTH,TOPK,TOTAL; ngram takes chains only"))
+    add("--draft-rope-theta", metavar="X", help="rotary base of the draft head (default: the head's config)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +91,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `fastdecode.load` in parsed options."""
     names = ("model", "chat_template", "dtype", "quantize", "device", "max_seq_len", "kv_cache", "compile", "draft")
-    return {name: getattr(args, name) for name in (*names, "tree", "batch")}
+    return {name: getattr(args, name) for name in (*names, "tree", "draft_rope_theta", "batch")}
 
 
 def sampling_arguments(args: argparse.Namespace, suggested: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from fastdecode.decoder import Piece, Prompt
 from fastdecode.detokenizer import StopStrings
+from fastdecode.drafting import DraftOptions
 from fastdecode.loading import check_what_is_built, load
 from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
 from fastdecode.options import load_arguments, sampling_arguments
@@ -93,12 +94,9 @@ class Session:
 
     def _check_options(self) -> None:
         args = self.args
-        check_what_is_built(draft=args.draft, tree=args.tree, quantize=args.quantize, kv_cache=args.kv_cache)
-        for option, given in (
-            ("--show-draft", args.show_draft),
-            ("--profile", args.profile),
-            ("--draft-rope-theta", args.draft_rope_theta is not None),
-        ):
+        check_what_is_built(quantize=args.quantize, kv_cache=args.kv_cache)
+        DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
+        for option, given in (("--show-draft", args.show_draft), ("--profile", args.profile)):
             if given:
                 raise InputError(f"{option} is not built yet; leave it out.")
         if args.prompt is not None and args.prompts is not None:
@@ -154,7 +152,8 @@ class Session:
             f"precision {str(weight.dtype).removeprefix('torch.')} on {weight.device}; weights {weights / MB:,.0f} MB; "
             f"cache {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
             f"({per_token / 1e3:,.1f} kB a token); "
-            f"predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; no draft"
+            f"predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; "
+            f"draft {self.args.draft}, {decoder.runner.round.drafter.n_nodes} nodes a round"
         )
 
     def _report(self, results: list[Result]) -> None:
@@ -169,6 +168,9 @@ class Session:
         if rates:
             rate = sum(rates) / len(rates)
             parts.append(f"decode {rate:.1f} tokens/s")
+            tau = sum(s["tau"] for s in stats) / len(stats)
+        if rates and self.decoder.runner.round.drafter.max_depth:
+            parts.append(f"{tau:.2f} tokens per round, {rate / tau:.1f} rounds/s")
         if not hasattr(self, "bandwidth"):  # measured once, after a look at the peak that it would raise
             device = self.decoder.model.norm.weight.device
             self.peak, self.bandwidth = peak_memory_bytes(device), measure_bandwidth(device)
@@ -176,16 +178,16 @@ class Session:
         if peak is not None:
             parts.append(f"peak memory {peak / MB:,.0f} MB")
         if rates:
-            parts.append(self._share_of_ceiling(rate, stats))
+            parts.append(self._share_of_ceiling(rate / tau, stats))
         self.note(" · ".join(parts))
 
-    def _share_of_ceiling(self, rate: float, stats: list[dict[str, Any]]) -> str:
-        """A token costs at least the reading of all weights and of the cached text; what does the memory allow?"""
+    def _share_of_ceiling(self, rounds_per_s: float, stats: list[dict[str, Any]]) -> str:
+        """A round costs at least the reading of all weights and of the cached text; what does the memory allow?"""
         model = self.decoder.model
         mean_length = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
         per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype)
-        bytes_per_token = weight_bytes_per_round(model) + mean_length * per_token * self.decoder.batch
-        share = rate * bytes_per_token / self.bandwidth
+        bytes_per_round = weight_bytes_per_round(model) + mean_length * per_token * self.decoder.batch
+        share = rounds_per_s * bytes_per_round / self.bandwidth
         return f"{share:.0%} of what {self.bandwidth / 1e9:.1f} GB/s allow"
 
 

@@ -53,6 +53,13 @@ def test_compiled_answers_equal_the_uncompiled_ones_greedy_and_sampled(plain_dec
     assert sampled.token_ids == plain_decoder.generate(PROMPTS[0], **options).token_ids != answers[0][:24]
 
 
+def test_lookup_drafts_change_nothing_but_the_rounds(plain_answers):
+    drafted = load("smollm2-135m", dtype="float32", device="cpu", draft="ngram", tree="chain:3")
+    results = [drafted.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    assert [r.token_ids for r in results] == plain_answers
+    assert sum(r.stats["rounds"] for r in results) < sum(map(len, plain_answers))
+
+
 def test_weights_equal_the_reference_library_s_own_reading_of_the_file(plain_decoder, demo_model_path):
     import gguf
 

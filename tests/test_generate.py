@@ -139,6 +139,17 @@ def test_explain_predicts_memory_and_then_generates(run):
     assert "precision float32" in err and "predicted memory" in err
 
 
+def test_a_draft_changes_the_figures_and_nothing_else(run):
+    plain = run("hello hello hello", "--max-new-tokens", "60")
+    drafted = run("hello hello hello", "--max-new-tokens", "60", "--draft", "ngram", "--tree", "chain:4")
+    assert drafted[:2] == plain[:2] and "tokens per round" in drafted[2]
+
+
+def test_a_model_is_no_draft_head(run, folder):
+    code, _, err = run("hello", "--draft", str(folder))
+    assert code == 2 and "small model as a draft is not built yet" in err
+
+
 BAD = [
     (["hi", "--temperature", "-1"], "temperature"),
     (["hi", "--temperature", "hot"], "temperature"),
@@ -158,11 +169,15 @@ BAD = [
     (["hi", "--device", "tpu"], "--device"),
     (["hi", "--device", "cpu:"], "--device"),
     (["hi", "--batch", "100000000"], "--batch"),
-    (["hi", "--draft-rope-theta", "10000"], "not built yet"),
     (["hi", "--model", "[/x]"], "[/x]"),
     (["hi", "--dtype", "int3"], "--dtype"),
-    (["hi", "--draft", "ngram"], "not built yet"),
-    (["hi", "--tree", "chain:3"], "not built yet"),
+    (["hi", "--draft", "/nowhere/head"], "/nowhere/head"),
+    (["hi", "--tree", "chain:3"], "--tree"),
+    (["hi", "--draft", "ngram", "--tree", "static"], "chains only"),
+    (["hi", "--draft", "ngram", "--tree", "chain:0"], "chain:0"),
+    (["hi", "--draft", "ngram", "--tree", "bush"], "bush"),
+    (["hi", "--draft", "ngram", "--draft-rope-theta", "5"], "--draft-rope-theta"),
+    (["hi", "--draft", "/x/y", "--draft-rope-theta", "wide"], "--draft-rope-theta"),
     (["hi", "--quantize", "int4"], "not built yet"),
     (["hi", "--kv-cache", "int8"], "not built yet"),
     (["hi", "--show-draft"], "not built yet"),

@@ -247,7 +247,7 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(tmp_path, mon
         (["--output=."], "--output ."),
         (["--prompts=no-such-file.txt"], "no-such-file.txt"),
         (["--raw", "--system=hi"], "--system needs the chat template"),
-        (["--draft=ngram"], "--draft ngram is not built yet"),
+        (["--draft=ngram"], "plain decoding so far"),
         (["--quantize=int4"], "--quantize int4 is not built yet"),
         (["--temperature=-1"], "temperature"),
         (["--temperature=warm"], "temperature"),

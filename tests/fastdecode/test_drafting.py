@@ -1,14 +1,17 @@
 """Drafting never changes output: the same tokens with and without a draft, greedy and sampled, whatever is drafted."""
 
+import json
 from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from stub_drafters import Oracle
 from test_decoder import forget_stop_tokens, plain_decoder, text_of
 from test_runner import NoHostCalls, NoHostReads
 from tiny_checkpoint import tiny_checkpoint
 
+from fastdecode import load
 from fastdecode.decoder import Decoder, cache_rows_for
 from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.drafters.ngram import NgramDrafter
@@ -16,6 +19,7 @@ from fastdecode.tree import DynamicTree
 from fastdecode.tree_options import chain, eagle1_tree
 from models.config import ModelConfig
 from models.eagle import Eagle3Head, EagleHead
+from models.errors import InputError
 from models.head_config import HeadConfig
 
 LIMIT = 700
@@ -211,3 +215,47 @@ def test_compiled_drafted_rounds_say_the_same_and_compile_nothing_new(tiny, kind
         for n in (1, 2, 5, 31, 33, 250, 257, 600):
             options = {"raw": True, "max_new_tokens": 20}
             assert compiled.generate(text_of(n), **options).token_ids == tiny.generate(text_of(n), **options).token_ids
+
+
+def save_eagle1(head, folder):
+    """Write a head as published EAGLE-1 heads are: parts by their own names, no lm_head."""
+    attention, mlp = head.layers[0].self_attn, head.layers[0].mlp
+    sizes = [attention.n_heads * attention.head_dim, *[attention.n_kv_heads * attention.head_dim] * 2]
+    q, k, v = attention.qkv_proj.weight.split(sizes)
+    gate, up = mlp.gate_up_proj.weight.chunk(2)
+    norm = head.layers[0].post_attention_layernorm.weight
+    tensors = {"embed_tokens.weight": head.embed_tokens.weight, "fc.weight": head.fc.weight, "fc.bias": head.fc.bias}
+    layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+    layer |= {"self_attn.o_proj": attention.o_proj.weight, "mlp.gate_proj": gate, "mlp.up_proj": up}
+    layer |= {"mlp.down_proj": mlp.down_proj.weight, "post_attention_layernorm": norm}
+    tensors |= {f"layers.0.{name}.weight": value for name, value in layer.items()}
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "bias": True}
+    sizes = head.config.layer
+    config |= {"vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size, "rms_norm_eps": sizes.rms_norm_eps}
+    config |= {"intermediate_size": sizes.intermediate_size, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": sizes.n_heads, "num_key_value_heads": sizes.n_kv_heads}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("tree", ["auto", "static", "dynamic:2,3,8"])
+def test_a_published_head_drafts_through_load_also_from_a_stored_program(tiny, tmp_path, monkeypatch, tree):
+    model, folder = tmp_path / "model", tmp_path / "head"
+    tiny_checkpoint(model, hidden_size=48)
+    save_eagle1(random_head(tiny, "eagle1"), folder)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    options = {"raw": True, "max_new_tokens": 20}
+    expected = [tiny.generate(text_of(n), **options).token_ids for n in (1, 40)]
+    for compile in (False, True, True) if tree == "auto" else (False,):
+        decoder = load(str(model), dtype="float32", device="cpu", draft=str(folder), tree=tree, compile=compile)
+        forget_stop_tokens(decoder)
+        assert [decoder.generate(text_of(n), **options).token_ids for n in (1, 40)] == expected
+
+
+def test_a_head_of_another_width_is_refused_with_both_numbers_before_weights_are_read(tiny, tmp_path, monkeypatch):
+    tiny_checkpoint(tmp_path / "model", hidden_size=96)
+    save_eagle1(random_head(tiny, "eagle1"), tmp_path / "head")
+    monkeypatch.setattr("fastdecode.loading.load_weights", None)
+    with pytest.raises(InputError, match=r"48.*96|96.*48"):
+        load(str(tmp_path / "model"), draft=str(tmp_path / "head"), device="cpu")
