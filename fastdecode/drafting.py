@@ -48,7 +48,7 @@ class DraftOptions:
         """Find the head, if one is named, and check it against the target; reads no weights. Raises InputError."""
         if self.draft in ("auto", "none", "ngram"):
             return DraftPlan(self, None, None)
-        folder = find_checkpoint(self.draft)
+        folder = find_checkpoint(self.draft, also_wanted=["pytorch_model.bin"])  # most EAGLE-1 heads are pickles
         if not holds_head(folder):
             raise InputError(f"--draft {self.draft}: is no draft head; a small model as a draft is not built yet.")
         config = read_head_config(folder).with_rope_theta(self.rope_theta).fitted_to(target, str(folder))

@@ -7,6 +7,7 @@ into parameters made once in their final dtype and place.
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies of the sam
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def find_checkpoint(name: str) -> Path:
+def find_checkpoint(name: str, also_wanted: Sequence[str] = ()) -> Path:
     """The folder or `.gguf` file that `name` means: `smollm2-135m` (fetched once), a folder, a `.gguf` file, or a hub
-    id `org/name` (fetched into the hub library's cache, with its token).
+    id `org/name` (fetched into the hub library's cache, with its token; `also_wanted`: files beside the
+    usual ones).
 
     Raises InputError, saying what was tried, when there is nothing of that name or it cannot be fetched.
     """
@@ -56,13 +58,13 @@ def find_checkpoint(name: str) -> Path:
             f"{name!r}: there is no such folder or .gguf file here, and it is not a hub id (org/name); give one of "
             f"these, or {DEMO_NAME}."
         )
-    return _fetch(name)
+    return _fetch(name, also_wanted)
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, also_wanted: Sequence[str]) -> Path:
     tried = f"{hub_id}: there is no such folder here, and on the Hugging Face hub the model"
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(snapshot_download(hub_id, allow_patterns=[*WANTED, *also_wanted], ignore_patterns=UNWANTED))
     except hub_errors.GatedRepoError as error:
         raise InputError(
             f"{tried} is gated: accept its terms at https://huggingface.co/{hub_id}, then log in with `hf auth login`."
@@ -130,7 +132,12 @@ def load_weights(
         tensor.copy_to(filled[slot.parameter][slot.index])
     if spare_head is not None:
         _check_tied(spare_head, filled["embed_tokens.weight"])
-    for name, value in filled.items():
+    set_parameters(model, filled)
+
+
+def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Make `values` the parameters of those names, without gradient."""
+    for name, value in values.items():
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(value, requires_grad=False))
 

@@ -104,11 +104,11 @@ class ModelConfig:
         Raises InputError, naming `source` and the field, for a family, rope type, activation, layer type or any other
         value that cannot be honoured, and for sizes that are missing or impossible.
         """
-        return _Reader(config, source).model()
+        return ConfigReader(config, source).model()
 
 
-class _Reader:
-    """Typed access to one config.json; every complaint names the file and the field."""
+class ConfigReader:
+    """Typed access to one config.json: a Mapping, and `source`, which every complaint names beside the field."""
 
     def __init__(self, config: Mapping[str, Any], source: str):
         if not isinstance(config, Mapping):
@@ -276,7 +276,7 @@ class _Reader:
             if any(dict(e) != dict(entries[0]) for e in entries):
                 raise self.fail(field, "the same for every layer type")
             found = entries[0]
-        at = _Reader(found, f"{self.source}: {field}")
+        at = ConfigReader(found, f"{self.source}: {field}")
         theta = at.number("rope_theta", self.number("rope_theta", DEFAULT_THETA.get(family, 10000.0)))
         kind = found.get("rope_type", found.get("type", "default")) or "default"
         if found.get("partial_rotary_factor", 1.0) != 1.0:

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from models.checkpoint import open_tensors
+from models.checkpoint import open_tensors, set_parameters
 from models.eagle import DraftHead, Eagle3Head, EagleHead
 from models.errors import InputError
 from models.fuse import StoredTensor, match
@@ -111,9 +111,7 @@ def load_head(folder: Path, config: HeadConfig, target: Transformer, dtype: torc
     filled = {name: torch.empty(p.shape, dtype=dtype, device=place) for name, p in parameters.items()}
     for tensor, slot in pairs:
         tensor.copy_to(filled[slot.parameter][slot.index])
-    for name, value in filled.items():
-        module, _, attribute = name.rpartition(".")
-        setattr(head.get_submodule(module), attribute, nn.Parameter(value, requires_grad=False))
+    set_parameters(head, filled)
     return head.eval()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.config import FAMILIES, ModelConfig, _Reader
+from models.config import FAMILIES, ConfigReader, ModelConfig
 from models.errors import InputError
 
 EAGLE3_FIELDS = ("draft_vocab_size", "target_hidden_size", "eagle_config")  # any of them in a flat config: EAGLE-3
@@ -42,7 +42,7 @@ class HeadConfig:
 
         Raises InputError, naming `source` and the field, for what is missing or cannot be honoured.
         """
-        at = _Reader(config, source)
+        at = ConfigReader(config, source)
         nested = "transformer_layer_config" in config or "speculators_model_type" in config
         return _speculators(at) if nested else _flat(at)
 
@@ -86,7 +86,7 @@ class HeadConfig:
         return replace(self, feature_layers=layers)
 
 
-def _flat(at: _Reader) -> HeadConfig:
+def _flat(at: ConfigReader) -> HeadConfig:
     """SafeAILab's and SpecForge's layout. A head's layer is Llama's, whatever family its target is of."""
     config = at.config
     if config.get("model_type", "llama") not in FAMILIES:
@@ -107,7 +107,7 @@ def _flat(at: _Reader) -> HeadConfig:
     extra = config.get("eagle_config") or {}
     if not isinstance(extra, Mapping):
         raise at.fail("eagle_config", "a JSON object")
-    inner = _Reader(extra, f"{at.source}: eagle_config")
+    inner = ConfigReader(extra, f"{at.source}: eagle_config")
     if not inner.flag("use_aux_hidden_state", True):
         raise inner.fail("use_aux_hidden_state", "true: a head of the last hidden state alone is not supported")
     # Here ids name the layers that the states leave, not those that they enter.
@@ -116,7 +116,7 @@ def _flat(at: _Reader) -> HeadConfig:
     return HeadConfig("eagle3", layer, fc_bias=False, feature_layers=entered, **_eagle3(at, layer))
 
 
-def _speculators(at: _Reader) -> HeadConfig:
+def _speculators(at: ConfigReader) -> HeadConfig:
     """vLLM speculators' layout; absent flags have its config class's defaults."""
     if at.config.get("speculators_model_type", "eagle3") != "eagle3":
         raise at.fail("speculators_model_type", "eagle3")
@@ -124,7 +124,7 @@ def _speculators(at: _Reader) -> HeadConfig:
     if not isinstance(nested, Mapping):
         raise at.fail("transformer_layer_config", "a JSON object")
     kind = nested.get("model_type", "qwen3")
-    inner = _Reader(nested, f"{at.source}: transformer_layer_config")
+    inner = ConfigReader(nested, f"{at.source}: transformer_layer_config")
     if kind not in LAYER_KINDS:
         raise inner.fail("model_type", f"one of {', '.join(LAYER_KINDS)}")
     layer = ModelConfig.from_hf(
@@ -142,7 +142,7 @@ def _speculators(at: _Reader) -> HeadConfig:
     )
 
 
-def _eagle3(at: _Reader, layer: ModelConfig) -> dict[str, Any]:
+def _eagle3(at: ConfigReader, layer: ModelConfig) -> dict[str, Any]:
     """Fields that both layouts have at the top level of an EAGLE-3 head's config."""
     norm_before_fc, fc_norm = at.flag("norm_before_fc", False), at.flag("fc_norm", False)
     if norm_before_fc and fc_norm:
@@ -156,7 +156,7 @@ def _eagle3(at: _Reader, layer: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _layer_ids(at: _Reader, field: str) -> tuple[int, ...] | None:
+def _layer_ids(at: ConfigReader, field: str) -> tuple[int, ...] | None:
     """Layer ids, ascending, since that is the order in which their states are concatenated; None if absent."""
     ids = at.config.get(field) or None
     if ids is None:

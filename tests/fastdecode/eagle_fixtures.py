@@ -7,6 +7,9 @@ from torch import Tensor
 
 from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.tree import DraftTree, lineage, path_to
+from models.config import ModelConfig
+from models.eagle import DraftHead, Eagle3Head, EagleHead
+from models.head_config import HeadConfig
 from models.transformer import Hidden
 
 
@@ -17,6 +20,33 @@ class Text:
     tokens: Tensor
     length: Tensor
     done: Tensor
+
+
+def random_head(kind: str, vocab_size: int, width: int, n_drafted: int, seed: int = 0) -> DraftHead:
+    """An EAGLE-1 head, or an EAGLE-3 head of `n_drafted` tokens on the first three layers, of random weights."""
+    layer = ModelConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": vocab_size,
+            "hidden_size": width,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+        }
+    )
+    torch.manual_seed(seed)
+    if kind == "eagle1":
+        head = EagleHead(HeadConfig("eagle1", layer, vocab_size, width, True, ()))
+    else:
+        head = Eagle3Head(HeadConfig("eagle3", layer, n_drafted, width, False, (0, 1, 2)))
+        head.drafted = torch.randperm(vocab_size)[:n_drafted].sort().values
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(False)
+        if "norm" not in name:
+            parameter.normal_(0, 0.3)
+    return head
 
 
 def texts(ids: Tensor, columns: int) -> Text:

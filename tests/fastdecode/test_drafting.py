@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import eagle_fixtures
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,10 +18,7 @@ from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.tree import DynamicTree
 from fastdecode.tree_options import chain, eagle1_tree
-from models.config import ModelConfig
-from models.eagle import Eagle3Head, EagleHead
 from models.errors import InputError
-from models.head_config import HeadConfig
 
 LIMIT = 700
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
@@ -52,32 +50,9 @@ def drafting(plain, drafter, batch=1, compile=False, limit=LIMIT):
     return decoder
 
 
-def random_head(plain, kind, seed=0):
-    """A head of random weights that knows the target's embedding: right now and then, by accident."""
+def random_head(plain, kind):
     config = plain.model.config
-    layer = ModelConfig.from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-5,
-        }
-    )
-    torch.manual_seed(seed)
-    if kind == "eagle1":
-        head = EagleHead(HeadConfig("eagle1", layer, config.vocab_size, config.hidden_size, True, ()))
-    else:
-        head = Eagle3Head(HeadConfig("eagle3", layer, 60, config.hidden_size, False, (0, 1, 2)))
-        head.drafted = torch.randperm(config.vocab_size)[:60].sort().values
-    for name, parameter in head.named_parameters():
-        parameter.requires_grad_(False)
-        if "norm" not in name:
-            parameter.normal_(0, 0.3)
-    return head
+    return eagle_fixtures.random_head(kind, config.vocab_size, config.hidden_size, n_drafted=60)
 
 
 def eagle(plain, kind, tree, batch=1, limit=LIMIT):

@@ -1,5 +1,6 @@
 """Round after round, an EAGLE drafter proposes what it would propose for the same text seen at once."""
 
+import eagle_fixtures
 import pytest
 import torch
 from eagle_fixtures import commit, draft, prefill, states_at, texts, token_paths
@@ -7,10 +8,7 @@ from eagle_fixtures import commit, draft, prefill, states_at, texts, token_paths
 from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.tree import DynamicTree
 from fastdecode.tree_options import chain, eagle1_tree
-from models.config import ModelConfig
-from models.eagle import Eagle3Head, EagleHead
 from models.errors import InputError
-from models.head_config import HeadConfig
 from models.transformer import Hidden
 
 VOCAB, DRAFTED, WIDTH, ROWS, LENGTH = 90, 40, 32, 70, 40
@@ -18,29 +16,7 @@ TREES = {"chain": lambda: chain(3), "static": eagle1_tree, "dynamic": lambda: Dy
 
 
 def random_head(kind, seed=0):
-    layer = ModelConfig.from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": VOCAB,
-            "hidden_size": WIDTH,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-5,
-        }
-    )
-    torch.manual_seed(seed)
-    if kind == "eagle1":
-        head = EagleHead(HeadConfig("eagle1", layer, VOCAB, WIDTH, True, ()))
-    else:
-        head = Eagle3Head(HeadConfig("eagle3", layer, DRAFTED, WIDTH, False, (0, 1, 2)))
-        head.drafted = torch.randperm(VOCAB)[:DRAFTED].sort().values
-    for name, parameter in head.named_parameters():
-        parameter.requires_grad_(False)
-        if "norm" not in name:
-            parameter.normal_(0, 0.3)
-    return head
+    return eagle_fixtures.random_head(kind, VOCAB, WIDTH, DRAFTED, seed)
 
 
 def random_text(seed=0, batch=1):

@@ -509,6 +509,8 @@ def test_the_hub_is_asked_for_weights_config_and_tokenizer_only(tmp_path, monkey
     )
     assert asked["hub_id"] == "org/model-1.5B_x"
     assert list(kept) == repository[:12]
+    find_checkpoint("org/head", also_wanted=["pytorch_model.bin"])
+    assert "pytorch_model.bin" in filter_repo_objects(repository, allow_patterns=asked["allow_patterns"])
 
 
 @pytest.mark.parametrize(
