@@ -1,6 +1,6 @@
 """Prefill: the keys and values of a prompt, in chunks of a few fixed sizes.
 
-Runs uncompiled: each chunk size would cost a cold start of its own, for a few milliseconds of overhead per chunk.
+Runs uncompiled: each chunk size would cost a cold start of its own.
 """
 
 import torch
