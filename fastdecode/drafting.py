@@ -6,10 +6,12 @@ from pathlib import Path
 from fastdecode.decoder import cache_rows_for
 from fastdecode.drafters import Drafter
 from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.drafters.model import ModelDrafter
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.drafters.root import RootOnly
+from fastdecode.tokenizer import Tokenizer, load_tokenizer
 from fastdecode.tree_options import TreeBuilder, chain, parse_tree
-from models.checkpoint import find_checkpoint
+from models.checkpoint import find_checkpoint, load_model, read_config
 from models.config import ModelConfig
 from models.errors import InputError
 from models.head_checkpoint import holds_head, load_head, read_head_config
@@ -32,7 +34,7 @@ class DraftOptions:
         """Raises InputError for a tree that is none, or that the named draft cannot grow."""
         builder = chain(DEFAULT_CHAIN) if tree == "auto" else parse_tree(tree)
         if draft in ("auto", "none") and tree != "auto":
-            raise InputError(f"--tree {tree} needs a draft; give --draft ngram or a head's folder.")
+            raise InputError(f"--tree {tree} needs a draft; give --draft ngram, or the folder of a head or model.")
         if draft == "ngram" and not builder.chain:
             raise InputError(f"--draft ngram takes chains only, found --tree {tree}; give chain:K.")
         if rope_theta is None:
@@ -44,15 +46,30 @@ class DraftOptions:
         except ValueError:
             raise InputError(f"--draft-rope-theta should be a number, found {rope_theta!r}.") from None
 
-    def plan(self, target: ModelConfig) -> "DraftPlan":
-        """Find the head, if one is named, and check it against the target; reads no weights. Raises InputError."""
+    def plan(self, target: ModelConfig, tokenizer: Tokenizer) -> "DraftPlan":
+        """Find the head or model that is named, if one is, and check it against the target; reads no weights.
+
+        Raises InputError: for a head with both numbers where they differ, for a model of another tokenizer, and for a
+        tree that it cannot grow.
+        """
         if self.draft in ("auto", "none", "ngram"):
-            return DraftPlan(self, None, None)
-        folder = find_checkpoint(self.draft, also_wanted=["pytorch_model.bin"])  # most EAGLE-1 heads are pickles
-        if not holds_head(folder):
-            raise InputError(f"--draft {self.draft}: is no draft head; a small model as a draft is not built yet.")
-        config = read_head_config(folder).with_rope_theta(self.rope_theta).fitted_to(target, str(folder))
-        return DraftPlan(self, folder, config)
+            return DraftPlan(self)
+        path = find_checkpoint(self.draft, also_wanted=["pytorch_model.bin"])  # most EAGLE-1 heads are pickles
+        if holds_head(path):
+            config = read_head_config(path).with_rope_theta(self.rope_theta).fitted_to(target, str(path))
+            return DraftPlan(self, path, head=config)
+        if not self.tree.chain:
+            raise InputError(f"--draft {self.draft}: a model takes chains only as its tree; give chain:K.")
+        if self.rope_theta is not None:
+            raise InputError(f"--draft-rope-theta is for draft heads, and --draft {self.draft} is a whole model.")
+        model = read_config(path)
+        other = load_tokenizer(path).first_difference(tokenizer)
+        if other is not None:
+            raise InputError(
+                f"--draft {self.draft}: has another tokenizer than the model that it should draft for: "
+                f"token {other} differs; give a model of the same family."
+            )
+        return DraftPlan(self, path, model=model)
 
 
 @dataclass(frozen=True)
@@ -60,15 +77,19 @@ class DraftPlan:
     """A drafter that is sure to fit its target, before either has weights."""
 
     options: DraftOptions
-    folder: Path | None
-    config: HeadConfig | None
+    path: Path | None = None
+    head: HeadConfig | None = None
+    model: ModelConfig | None = None
 
-    def build(self, target: Transformer, max_seq_len: int, batch: int) -> Drafter:
-        """The drafter for `batch` texts of `max_seq_len` tokens. Raises InputError for damaged files of a head."""
+    def build(self, target: Transformer, max_seq_len: int, batch: int, vocab_size: int) -> Drafter:
+        """The drafter for `batch` texts of `max_seq_len` tokens with ids below `vocab_size`. Raises InputError for
+        damaged files of a head or model."""
         tree = self.options.tree
-        if self.options.draft in ("auto", "none"):
-            return RootOnly()
-        if self.folder is None or self.config is None:
-            return NgramDrafter(tree.n_nodes - 1)
-        head = load_head(self.folder, self.config, target)
-        return EagleDrafter(head, tree, batch, cache_rows_for(max_seq_len, tree.n_nodes))
+        n_drafted, rows = tree.n_nodes - 1, cache_rows_for(max_seq_len, tree.n_nodes)
+        if self.head is not None:
+            return EagleDrafter(load_head(self.path, self.head, target), tree, batch, rows)
+        if self.model is not None:
+            weight = target.norm.weight
+            model = load_model(self.path, self.model, weight.device, weight.dtype)
+            return ModelDrafter(model, n_drafted, batch, rows, vocab_size)
+        return NgramDrafter(n_drafted) if self.options.draft == "ngram" else RootOnly()

@@ -2,7 +2,6 @@
 
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_
 from fastdecode.program_cache import stored_programs
 from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
-from models.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
+from models.checkpoint import find_checkpoint, load_model, read_config, read_generation_config
 from models.config import ModelConfig
 from models.errors import InputError
-from models.transformer import Transformer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -44,7 +42,7 @@ def load(
 ) -> Decoder:
     """Build a Decoder for `model`: a folder, a `.gguf` file, a hub id, or `smollm2-135m`.
 
-    `draft`: auto (none yet), none, ngram, or the folder or hub id of an EAGLE head; `tree`: auto (a chain of 3),
+    `draft`: auto (none yet), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto (a chain of 3),
     chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
@@ -65,7 +63,7 @@ def load(
     config = read_config(path)
     tokenizer = load_tokenizer(path, template)
     generation = read_generation_config(path)
-    plan = drafting.plan(config)
+    plan = drafting.plan(config, tokenizer)
     if max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
         raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
     if path.is_file():
@@ -77,10 +75,10 @@ def load(
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
     preparation = prepare_compiler() if compile and place.type == "cpu" else None
-    network = _network(config, path, place, precision)
+    network = load_model(path, config, place, precision)
     if preparation is not None:
         preparation.join()
-    drafter = plan.build(network, limit, batch)
+    drafter = plan.build(network, limit, batch, min(tokenizer.vocab_size, config.vocab_size))
     decoder = Decoder(
         network,
         tokenizer,
@@ -114,13 +112,6 @@ def _suggested_sampling(generation: dict[str, Any]) -> dict[str, Any]:
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}
     neutral = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     return {name: value for name, value in found.items() if neutral.get(name) != value}
-
-
-def _network(config: ModelConfig, path: Path, device: torch.device, dtype: torch.dtype) -> Transformer:
-    with torch.device("meta"):
-        network = Transformer(config)
-    load_weights(network, path, config, device, dtype)
-    return network.eval()
 
 
 def _device(name: str) -> torch.device:

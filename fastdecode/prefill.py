@@ -5,7 +5,7 @@ Runs uncompiled: each chunk size would cost a cold start of its own.
 
 import torch
 
-from fastdecode.drafters import Drafter
+from fastdecode.drafters import Chunk, Drafter
 from fastdecode.runner import bucket_sizes
 from models.cache import KVCache
 from models.transformer import Transformer
@@ -49,5 +49,5 @@ class Prefill:
             hidden = self.model(ids, positions, rows, mask, cache_rows[None], cache, taps)
             n_pairs = n_real - (start + n_real == end)
             scalars = (torch.tensor(value, device=device) for value in (start, n_real, n_pairs))
-            self.drafter.prefill(slot, hidden, next_ids, *scalars, cache_rows)
+            self.drafter.prefill(slot, hidden, Chunk(ids, next_ids, *scalars, cache_rows))
             start += n_real

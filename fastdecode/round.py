@@ -43,24 +43,26 @@ class Round(nn.Module):
         state = self.state
         root_position = state.length - 1  # [B]
         root = state.tokens.gather(1, root_position[:, None])[:, 0]
-        # The drafter ranks its candidates by the noise that the target will choose with.
-        noise, temperature = (self.noise(), state.sampling.temperature) if sampled else (None, None)
-        tree = self.drafter.draft(state, root, cache_rows, noise, temperature)
+        context = self.sampling_context() if sampled else None
+        tree = self.drafter.draft(state, root, cache_rows, context)
         family = lineage(tree.parents, self.drafter.max_depth)
 
         hidden = self.verify(tree, family, cache_rows)
-        chosen = self.choose(self.model.logits(hidden.last), tree, family, noise)
+        chosen = self.choose(self.model.logits(hidden.last), tree, family, context)
 
         path, n_accepted = self.accept(tree, family, chosen)
         self.drafter.keep(state, hidden, path)
         return self.commit(tree, chosen, path, n_accepted)
 
-    def noise(self) -> Tensor:
-        """`[B, D+1, V]`: the noise of the tokens at depths 1 .. D+1. It belongs to the position that a token will take,
-        so nodes of one depth share it."""
-        levels = torch.arange(self.drafter.max_depth + 1, device=self.state.length.device)
-        positions = self.state.length[:, None] + levels
-        return sampling.gumbel_noise(self.state.sampling.seed, positions, self.model.config.vocab_size)
+    def sampling_context(self) -> sampling.SamplingContext:
+        """What the target will choose with, and the drafter may rank its candidates by."""
+        state, vocab, device = self.state, self.model.config.vocab_size, self.state.length.device
+        positions = state.length[:, None] + torch.arange(self.drafter.max_depth + 1, device=device)
+        noise = sampling.gumbel_noise(state.sampling.seed, positions, vocab)
+        committed = state.committed()
+        is_output = committed & (torch.arange(committed.shape[1], device=device) >= state.prompt_length[:, None])
+        seen, seen_output = (sampling.token_presence(state.tokens, c, vocab)[:, None] for c in (committed, is_output))
+        return sampling.SamplingContext(noise, state.sampling, seen, seen_output)
 
     def verify(self, tree: DraftTree, family: Lineage, cache_rows: Tensor) -> Hidden:
         """One forward pass of the target over the tree's nodes."""
@@ -79,20 +81,17 @@ class Round(nn.Module):
         taps = self.drafter.feature_layers
         return self.model(tree.tokens, positions, rows, mask, key_positions, self.cache, taps)
 
-    def choose(self, logits: Tensor, tree: DraftTree, family: Lineage, noise: Tensor | None) -> Tensor:
-        """The target's own next token at every node, `[B, N]`: the one rule of sampling.py."""
-        if noise is None:
+    def choose(self, logits: Tensor, tree: DraftTree, family: Lineage, context) -> Tensor:
+        """The target's own next token at every node, `[B, N]`: the one rule of sampling.py. `context`: a
+        SamplingContext, or None in greedy rounds."""
+        if context is None:
             return sampling.greedy(logits, self.vocab_size)
-        state, vocab = self.state, logits.shape[-1]
-        noise = noise.gather(1, family.depth[:, :, None].expand(-1, -1, vocab))
-        committed = state.committed()
-        is_output = committed & (torch.arange(committed.shape[1], device=logits.device) >= state.prompt_length[:, None])
-        seen = sampling.token_presence(state.tokens, committed, vocab)[:, None]
-        seen_output = sampling.token_presence(state.tokens, is_output, vocab)[:, None]
+        vocab, seen, seen_output = logits.shape[-1], context.seen, context.seen_output
+        noise = context.noise.gather(1, family.depth[:, :, None].expand(-1, -1, vocab))
         if self.drafter.max_depth:
             drafted = sampling.ancestor_presence(tree.tokens, family.ancestors, vocab)
             seen, seen_output = seen | drafted, seen_output | drafted
-        return sampling.choose(logits, state.sampling, noise, seen, seen_output, self.vocab_size)
+        return sampling.choose(logits, context.options, noise, seen, seen_output, self.vocab_size)
 
     def accept(self, tree: DraftTree, family: Lineage, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Walk down from the root while a child is what its parent chose.

@@ -16,6 +16,7 @@ from fastdecode.noise import gumbel_noise, gumbel_noise_at
 from models.errors import InputError
 
 __all__ = [
+    "SamplingContext",
     "SamplingOptions",
     "SamplingState",
     "ancestor_presence",
@@ -133,6 +134,19 @@ class SamplingState(NamedTuple):
         self.seed[slot] = options.seed + row
         if options.greedy:  # what means greedy is greedy exactly, ties included
             self.temperature[slot] = 0.0
+
+
+class SamplingContext(NamedTuple):
+    """What the tokens of one sampled round are chosen with, by the target and by its drafter alike.
+
+    `noise [B, D+1, V]` fp32: of the tokens at depths 1 .. D+1, since noise belongs to the position that a token takes.
+    `seen [B, 1, V]` bool: ids in prompt or output, `seen_output`: in output alone, both before the round.
+    """
+
+    noise: Tensor
+    options: SamplingState
+    seen: Tensor
+    seen_output: Tensor
 
 
 def greedy(logits: Tensor, vocab_size: int) -> Tensor:

@@ -86,6 +86,13 @@ class Tokenizer:
         """
         return self.encode(self._template.render(messages, add_generation_prompt, self._special_tokens))
 
+    def first_difference(self, other: "Tokenizer") -> int | None:
+        """The lowest id that stands for another text in `other`; None where they agree on all ids that both have."""
+        for i in range(min(self.vocab_size, other.vocab_size)):
+            if self.token_bytes(i) != other.token_bytes(i):
+                return i
+        return None
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens left out, half a character at the end dropped."""
         detokenizer = Detokenizer(self, continues=False)

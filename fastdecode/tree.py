@@ -30,6 +30,13 @@ class DraftTree(NamedTuple):
     valid: Tensor
 
 
+def chain_of(root: Tensor, drafted: Tensor, valid: Tensor) -> DraftTree:
+    """The chain of `drafted [B, K]` tokens below `root [B]`; `valid [B, K]` bool, falling from True to False once."""
+    tokens = torch.cat((root[:, None], drafted), dim=1)
+    parents = (torch.arange(tokens.shape[1], device=root.device) - 1).clamp_min(0).expand_as(tokens)
+    return DraftTree(tokens, parents, torch.cat((torch.ones_like(valid[:, :1]), valid), dim=1))
+
+
 class Lineage(NamedTuple):
     """What follows from the parents: `depth [B, N]` int64 (root 0), `ancestors [B, N, N]` bool: entry (n, m) is True
     when m is n or stands above it."""

@@ -23,6 +23,7 @@ from models.errors import InputError
 from models.fuse import StoredTensor, float_decoder, match
 from models.gguf import read_gguf
 from models.gguf_config import gguf_config, gguf_tensors
+from models.transformer import Transformer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 WANTED = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "*.safetensors"]
@@ -110,6 +111,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{file}: expected a JSON object, found {type(value).__name__}.")
     return value
+
+
+def load_model(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+    """The network of a checkpoint, ready but for its rotary tables. Raises InputError; see `load_weights`."""
+    with torch.device("meta"):
+        network = Transformer(config)
+    load_weights(network, path, config, device, dtype)
+    return network.eval()
 
 
 def load_weights(

@@ -1,9 +1,10 @@
 """Drafters: what proposes the tokens that the target then checks."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from fastdecode.sampling import SamplingContext
 from fastdecode.tree import DraftTree
 from models.transformer import Hidden
 
@@ -14,6 +15,20 @@ class Text(Protocol):
     tokens: Tensor
     length: Tensor
     done: Tensor
+
+
+class Chunk(NamedTuple):
+    """A piece of a prompt: `token_ids [1, C]` at positions from `start` on, of which the first `n_real` are real (both
+    scalar tensors), and `next_ids [1, C]`, the tokens one further. `n_pairs`: n_real, but one less in the prompt's last
+    chunk, whose last pair of feature and next token is left to the first round. `cache_rows [S]` is arange(S), S at
+    least `start + n_real`."""
+
+    token_ids: Tensor
+    next_ids: Tensor
+    start: Tensor
+    n_real: Tensor
+    n_pairs: Tensor
+    cache_rows: Tensor
 
 
 class Drafter(Protocol):
@@ -28,32 +43,16 @@ class Drafter(Protocol):
     chain: bool
     feature_layers: tuple[int, ...]
 
-    def draft(
-        self, text: Text, root: Tensor, cache_rows: Tensor, noise: Tensor | None, temperature: Tensor | None
-    ) -> DraftTree:
-        """A tree below `root [B]`, the last committed token. `cache_rows [S]` is arange(S), S the bucket.
-
-        `noise [B, D+1, V]` is what the tokens at depths 1 .. D+1 will be chosen with, `temperature [B]` likewise; None
-        in greedy rounds.
-        """
+    def draft(self, text: Text, root: Tensor, cache_rows: Tensor, context: SamplingContext | None) -> DraftTree:
+        """A tree below `root [B]`, the last committed token. `cache_rows [S]` is arange(S), S the bucket. `context`:
+        what the target will choose with; None in greedy rounds."""
 
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
         """After verification, before text changes: the target's states at the nodes, and the accepted `path [B, D+1]`
         (root first, padded with any node)."""
 
-    def prefill(
-        self,
-        slot: int,
-        hidden: Hidden,
-        next_ids: Tensor,
-        start: Tensor,
-        n_real: Tensor,
-        n_pairs: Tensor,
-        cache_rows: Tensor,
-    ) -> None:
-        """After each chunk of the prompt of text `slot`: the target's states, `[1, C, h]` each, at positions from
-        `start` on, of which `n_real` are real (scalar tensors). `next_ids [1, C]`: the tokens one further. `n_pairs`:
-        n_real, but one less in the last chunk, whose last pair stays pending."""
+    def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
+        """After each chunk of the prompt of text `slot`: the target's states there, `[1, C, h]` each."""
 
     def reusable(self, common: int, length: int) -> int:
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`."""

@@ -7,7 +7,8 @@ committed; those that the head has not run yet are pending, and their last one a
 import torch
 from torch import Tensor, nn
 
-from fastdecode.drafters import Text
+from fastdecode.drafters import Chunk, Text
+from fastdecode.sampling import SamplingContext
 from fastdecode.tree import Candidates, DraftTree, plant
 from fastdecode.tree_options import TreeBuilder
 from models.cache import KVCache
@@ -38,12 +39,14 @@ class EagleState(nn.Module):
 class EagleDrafter(nn.Module):
     """Drafts for `batch` texts with `head`; the tree's shape is the builder's.
 
-    `rows`: rows of the target's cache, bin included, which bound every text. Raises InputError when the tree asks for
-    more children of a node than the head's vocabulary has.
+    `rows`: rows of the target's cache, bin included, which bound every text. `scores_with_noise`: at T > 0 a node of a
+    dynamic tree adds `log_softmax(log q / T + noise)` to its parent's score; else log q. Raises InputError when the
+    tree asks for more children of a node than the head's vocabulary has.
     """
 
-    def __init__(self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int):
+    def __init__(self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int, scores_with_noise: bool = True):
         super().__init__()
+        self.scores_with_noise = scores_with_noise
         if tree.top_k > head.config.draft_vocab_size:
             raise InputError(
                 f"The tree asks for the {tree.top_k} best children of a node, but the head's vocabulary has "
@@ -63,18 +66,13 @@ class EagleDrafter(nn.Module):
         head.set_rotary(rows)
 
     def draft(
-        self,
-        text: Text,
-        root: Tensor,
-        cache_rows: Tensor,
-        noise: Tensor | None = None,
-        temperature: Tensor | None = None,
+        self, text: Text, root: Tensor, cache_rows: Tensor, context: SamplingContext | None = None
     ) -> DraftTree:
         """A tree below `root [B]`, the last committed token of each text.
 
-        `cache_rows [S]` is arange(S), S the bucket. `noise [B, D+1, V]` (of the tokens at depths 1 .. D+1) and
-        `temperature [B]` rank candidates by `log q / T + noise` where T > 0, as the target will choose; without them by
-        log q. With no pair pending (a text of one token) only the root is valid.
+        `cache_rows [S]` is arange(S), S the bucket. Candidates are ranked by log q, or where `context` has a
+        temperature T > 0 by `log q / T + noise`, as the target will choose. With no pair pending (a text of one token)
+        only the root is valid.
         """
         position = text.length - 1  # [B], the root's
         valid = position > self.state.filled
@@ -96,7 +94,7 @@ class EagleDrafter(nn.Module):
                     growth.tokens, features, positions, rows.expand_as(growth.tokens), mask, self.state.cache
                 )
                 first_row += width
-            growth = self.tree.extend(growth, self._candidates(for_logits, depth, noise, temperature))
+            growth = self.tree.extend(growth, self._candidates(for_logits, depth, context))
         return self.tree.finish(growth, valid)
 
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
@@ -106,31 +104,21 @@ class EagleDrafter(nn.Module):
         features = self.head.fuse(taken).to(self.state.pending.dtype)
         self.state.pending.copy_(torch.where(text.done[:, None, None], self.state.pending, features))
 
-    def prefill(
-        self,
-        slot: int,
-        hidden: Hidden,
-        next_ids: Tensor,
-        start: Tensor,
-        n_real: Tensor,
-        n_pairs: Tensor,
-        cache_rows: Tensor,
-    ) -> None:
+    def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
         """Run the pairs of one chunk of the prompt of text `slot`. A prompt of one token has none.
 
-        `hidden`: the target's states of the chunk, `[1, C, h]` each, at positions from `start` (a scalar tensor, like
-        the next two) on, of which `n_real` are real. `next_ids [1, C]`: the tokens one further. `n_pairs`: how many of
-        the pairs to run: n_real, but one less in the prompt's last chunk, whose last pair stays pending.
+        `hidden`: the target's states of the chunk, `[1, C, h]` each. Of its pairs the first `n_pairs` are run; the
+        prompt's last one stays pending.
         """
         state = self.state.slot(slot)
         features = self.head.fuse(hidden)
-        offsets = torch.arange(next_ids.shape[1], device=next_ids.device)[None]
-        positions = self._positions(start + offsets)
-        rows = torch.where(offsets < n_pairs, self.scratch + positions, state.cache.bin_row)
-        self.head(next_ids, features, positions, rows, self._causal(positions, cache_rows), state.cache)
-        last = (n_real - 1).expand(1, 1)
+        offsets = torch.arange(chunk.next_ids.shape[1], device=chunk.next_ids.device)[None]
+        positions = self._positions(chunk.start + offsets)
+        rows = torch.where(offsets < chunk.n_pairs, self.scratch + positions, state.cache.bin_row)
+        self.head(chunk.next_ids, features, positions, rows, self._causal(positions, chunk.cache_rows), state.cache)
+        last = (chunk.n_real - 1).expand(1, 1)
         state.pending[:, :1] = _take(features, last).to(state.pending.dtype)
-        state.filled.copy_((start + n_pairs).expand(1))
+        state.filled.copy_((chunk.start + chunk.n_pairs).expand(1))
 
     def reusable(self, common: int, length: int) -> int:
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`.
@@ -165,21 +153,21 @@ class EagleDrafter(nn.Module):
         # Drafts near the end of the context may point beyond it; they are never committed.
         return positions.clamp_max(self.head.cos.shape[0] - 2)
 
-    def _candidates(
-        self, for_logits: Tensor, depth: int, noise: Tensor | None, temperature: Tensor | None
-    ) -> Candidates:
+    def _candidates(self, for_logits: Tensor, depth: int, context: SamplingContext | None) -> Candidates:
         """The best children of nodes of `depth`, whose states are `for_logits [B, W, h]`."""
-        scores = self.head.logits(for_logits).float()
-        if noise is not None:
-            drawn = self.head.at_drafted(noise[:, depth])[:, None]  # [B, 1, draft_vocab]
-            samples = (temperature > 0)[:, None, None]
-            heat = torch.where(samples, temperature[:, None, None], 1.0)
-            scores = torch.where(samples, scores / heat + drawn, scores)
+        logits = self.head.logits(for_logits).float()
+        ranks = logits
+        if context is not None:
+            drawn = self.head.at_drafted(context.noise[:, depth])[:, None]  # [B, 1, draft_vocab]
+            temperature = context.options.temperature[:, None, None]
+            ranks = torch.where(temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + drawn, logits)
         if self.tree.top_k == 1:
-            best, ids = scores.max(-1, keepdim=True)  # unlike topk, the compiler fuses it
+            best, ids = ranks.max(-1, keepdim=True)  # unlike topk, the compiler fuses it
         else:
-            best, ids = scores.topk(self.tree.top_k, dim=-1)
-        return Candidates(self.head.target_ids(ids), best - scores.logsumexp(-1, keepdim=True))
+            best, ids = ranks.topk(self.tree.top_k, dim=-1)
+        if self.scores_with_noise:
+            return Candidates(self.head.target_ids(ids), best - ranks.logsumexp(-1, keepdim=True))
+        return Candidates(self.head.target_ids(ids), logits.log_softmax(-1).gather(-1, ids))
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from fastdecode.drafters import Text
 from fastdecode.drafters.root import RootOnly
-from fastdecode.tree import DraftTree
+from fastdecode.sampling import SamplingContext
+from fastdecode.tree import DraftTree, chain_of
 
 LONGEST_MATCH = 3
 
@@ -20,9 +21,7 @@ class NgramDrafter(RootOnly):
         super().__init__()
         self.n_nodes, self.max_depth = n_tokens + 1, n_tokens
 
-    def draft(
-        self, text: Text, root: Tensor, cache_rows: Tensor, noise: Tensor | None, temperature: Tensor | None
-    ) -> DraftTree:
+    def draft(self, text: Text, root: Tensor, cache_rows: Tensor, context: SamplingContext | None) -> DraftTree:
         """A chain below `root [B]`; `cache_rows [S]` is arange(S), which bounds the text so far."""
         batch, n = root.shape[0], cache_rows.shape[0]
         tokens, last = text.tokens[:, :n], (text.length - 1)[:, None]  # [B, S], [B, 1]
@@ -38,9 +37,4 @@ class NgramDrafter(RootOnly):
         source = best + 1 + torch.arange(self.max_depth, device=root.device)
         valid = (best >= 0) & (source <= last)
         drafted = tokens.gather(1, source.clamp(0, n - 1))
-        parents = (torch.arange(self.n_nodes, device=root.device) - 1).clamp_min(0).expand(batch, -1)
-        return DraftTree(
-            torch.cat((root[:, None], drafted), 1),
-            parents,
-            torch.cat((torch.ones_like(valid[:, :1]), valid), 1),
-        )
+        return chain_of(root, drafted, valid)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from fastdecode.drafters import Text
+from fastdecode.drafters import Chunk, Text
+from fastdecode.sampling import SamplingContext
 from fastdecode.tree import DraftTree
 from models.transformer import Hidden
 
@@ -16,9 +17,7 @@ class RootOnly(nn.Module):
     chain = True
     feature_layers: tuple[int, ...] = ()
 
-    def draft(
-        self, text: Text, root: Tensor, cache_rows: Tensor, noise: Tensor | None, temperature: Tensor | None
-    ) -> DraftTree:
+    def draft(self, text: Text, root: Tensor, cache_rows: Tensor, context: SamplingContext | None) -> DraftTree:
         """A tree of one node, the root."""
         tokens = root[:, None]
         return DraftTree(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
@@ -26,16 +25,7 @@ class RootOnly(nn.Module):
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
         """Nothing is kept."""
 
-    def prefill(
-        self,
-        slot: int,
-        hidden: Hidden,
-        next_ids: Tensor,
-        start: Tensor,
-        n_real: Tensor,
-        n_pairs: Tensor,
-        cache_rows: Tensor,
-    ) -> None:
+    def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
         """Nothing is filled."""
 
     def reusable(self, common: int, length: int) -> int:

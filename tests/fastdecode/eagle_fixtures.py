@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastdecode.drafters import Chunk
 from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.sampling import SamplingContext
 from fastdecode.tree import DraftTree, lineage, path_to
 from models.config import ModelConfig
 from models.eagle import DraftHead, Eagle3Head, EagleHead
@@ -75,10 +77,10 @@ def prefill(drafter: EagleDrafter, text: Text, hidden: Hidden, n_tokens: int, ch
         n_real = min(chunk, n_tokens - 1 - start)
         n_pairs = n_real - (start + n_real == n_tokens - 1)
         states = states_at(hidden, slice(start, start + n_real), chunk)
-        next_ids = torch.zeros(1, chunk, dtype=torch.int64)
-        next_ids[0, :n_real] = text.tokens[slot, start + 1 : start + n_real + 1]
+        ids = torch.zeros(1, chunk + 1, dtype=torch.int64)
+        ids[0, : n_real + 1] = text.tokens[slot, start : start + n_real + 1]
         scalars = (torch.tensor(value) for value in (start, n_real, n_pairs))
-        drafter.prefill(slot, states, next_ids, *scalars, cache_rows)
+        drafter.prefill(slot, states, Chunk(ids[:, :-1], ids[:, 1:], *scalars, cache_rows))
     text.length[slot] = n_tokens
 
 
@@ -92,9 +94,9 @@ def commit(drafter: EagleDrafter, text: Text, hidden: Hidden, count: int) -> Non
     text.length += count
 
 
-def draft(drafter: EagleDrafter, text: Text, bucket: int | None = None, **ranking: Tensor) -> DraftTree:
+def draft(drafter: EagleDrafter, text: Text, bucket: int | None = None, context: SamplingContext | None = None) -> DraftTree:
     root = text.tokens.gather(1, text.length[:, None] - 1)[:, 0]
-    return drafter.draft(text, root, torch.arange(bucket or text.tokens.shape[1] - 1), **ranking)
+    return drafter.draft(text, root, torch.arange(bucket or text.tokens.shape[1] - 1), context)
 
 
 def token_paths(tree: DraftTree, max_depth: int, b: int = 0) -> set[tuple[int, ...]]:

@@ -3,7 +3,7 @@
 import torch
 
 from fastdecode.drafters.root import RootOnly
-from fastdecode.tree import DraftTree
+from fastdecode.tree import chain_of
 
 
 class Oracle(RootOnly):
@@ -15,10 +15,8 @@ class Oracle(RootOnly):
         self.spoil = spoil
         self.register_buffer("answers", answers)
 
-    def draft(self, text, root, cache_rows, noise, temperature):
+    def draft(self, text, root, cache_rows, context):
         positions = text.length[:, None] + torch.arange(self.max_depth)
         known = self.answers.gather(1, positions.clamp_max(self.answers.shape[1] - 1))
         known = torch.where(self.spoil(positions).bool(), (known + 1) % 50, known)
-        parents = (torch.arange(self.n_nodes) - 1).clamp_min(0).expand(root.shape[0], -1)
-        tokens = torch.cat((root[:, None], known), 1)
-        return DraftTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
+        return chain_of(root, known, torch.ones_like(known, dtype=torch.bool))

@@ -1,5 +1,7 @@
 """Drafting never changes output: the same tokens with and without a draft, greedy and sampled, whatever is drafted."""
 
+import copy
+import dataclasses
 import json
 from collections import Counter
 
@@ -15,10 +17,12 @@ from tiny_checkpoint import tiny_checkpoint
 from fastdecode import load
 from fastdecode.decoder import Decoder, cache_rows_for
 from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.drafters.model import ModelDrafter
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.tree import DynamicTree
 from fastdecode.tree_options import chain, eagle1_tree
 from models.errors import InputError
+from models.transformer import Transformer
 
 LIMIT = 700
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
@@ -60,6 +64,28 @@ def eagle(plain, kind, tree, batch=1, limit=LIMIT):
     return EagleDrafter(random_head(plain, kind), builder, batch, cache_rows_for(limit, builder.n_nodes))
 
 
+def another_model(plain, seed=5):
+    """A model of the same tokenizer, of other sizes and weights."""
+    changes = {"hidden_size": 32, "n_layers": 1, "n_heads": 4, "head_dim": 8}
+    torch.manual_seed(seed)
+    model = Transformer(dataclasses.replace(plain.model.config, **changes, moe_layers=(False,), sliding_layers=(False,)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if "norm" not in name:
+            parameter.normal_(0, 0.3)
+    return model
+
+
+def drafter_of(kind, plain, tree="dynamic:3,4,16", batch=1, limit=LIMIT):
+    """A drafter of any kind; the tree is for heads, others draft chains of 4."""
+    if kind == "ngram":
+        return NgramDrafter(4)
+    if kind in ("model", "copy"):
+        model = another_model(plain) if kind == "model" else copy.deepcopy(plain.model)
+        return ModelDrafter(model, 4, batch, cache_rows_for(limit, 5), plain.runner.round.vocab_size)
+    return eagle(plain, kind, tree, batch, limit)
+
+
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("options", [{}, SAMPLED, {**SAMPLED, "repetition_penalty": 1.3, "presence_penalty": 0.3}])
@@ -83,12 +109,37 @@ def test_lookup_never_changes_output_and_finds_what_repeats(tiny, n_tokens, opti
     assert max(taus) > 1 or options  # a random model left alone soon repeats itself
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram"])
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 8])
+@pytest.mark.parametrize("options", [{}, SAMPLED, {**SAMPLED, **PENALTIES}, PENALTIES, {"temperature": 1.5, "min_p": 0.1}])
+def test_the_target_as_its_own_draft_model_accepts_everything(tiny, n_tokens, options):
+    rows = cache_rows_for(LIMIT, n_tokens + 1)
+    drafter = ModelDrafter(copy.deepcopy(tiny.model), n_tokens, 1, rows, tiny.runner.round.vocab_size)
+    drafted = drafting(tiny, drafter)
+    for prompt in (text_of(1), text_of(2), text_of(33), text_of(300)):
+        arguments = {"raw": True, "max_new_tokens": 36, **options}
+        result = drafted.generate(prompt, **arguments)
+        assert result.token_ids == tiny.generate(prompt, **arguments).token_ids
+        assert result.stats["rounds"] == 36 // (n_tokens + 1) and result.stats["tau"] == n_tokens + 1
+
+
+@pytest.mark.parametrize("n_tokens", [1, 4])
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_a_smaller_model_never_changes_output_and_sometimes_guesses_right(tiny, n_tokens, options):
+    rows = cache_rows_for(LIMIT, n_tokens + 1)
+    drafted = drafting(tiny, ModelDrafter(another_model(tiny), n_tokens, 1, rows, tiny.runner.round.vocab_size))
+    for n in (1, 2, 33, 257):
+        arguments = {"raw": True, "max_new_tokens": 40, **options}
+        assert drafted.generate(text_of(n), **arguments).token_ids == tiny.generate(text_of(n), **arguments).token_ids
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram", "model", "copy"])
 @pytest.mark.parametrize("options", [{}, SAMPLED])
 def test_rows_of_a_batch_accept_different_lengths_and_are_refilled(tiny, kind, options):
     batch, prompts = 3, [text_of(n, seed=n) for n in (5, 33, 1, 60, 300, 2, 18)]
-    drafter = NgramDrafter(4) if kind == "ngram" else eagle(tiny, kind, "dynamic:3,4,16", batch)
-    together = drafting(tiny, drafter, batch).generate(prompts, raw=True, max_new_tokens=24, **options)
+    together = drafting(tiny, drafter_of(kind, tiny, batch=batch), batch).generate(prompts, raw=True, max_new_tokens=24, **options)
     for i, result in enumerate(together):
         alone = {**options, "seed": options["seed"] + i} if options else {}
         assert result.token_ids == tiny.generate(prompts[i], raw=True, max_new_tokens=24, **alone).token_ids
@@ -154,22 +205,21 @@ def test_budgets_and_the_context_limit_are_met_exactly(tiny, budget, tree):
     assert oracle.generate(text_of(30), raw=True, max_new_tokens=budget).token_ids == long[: min(budget, 30)]
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram", "copy"])
 def test_turns_of_a_conversation_keep_their_prefix_with_a_draft_too(tiny, kind):
-    drafter = NgramDrafter(4) if kind == "ngram" else eagle(tiny, kind, "chain:4")
-    chatting, messages = drafting(tiny, drafter), []
+    chatting, messages = drafting(tiny, drafter_of(kind, tiny, "chain:4")), []
     for turn in ("hello there", "and then?", "why"):
         messages.append({"role": "user", "content": turn})
         kept = chatting.generate(list(messages), max_new_tokens=30, keep_prefix=True)
         assert kept.token_ids == tiny.generate(list(messages), max_new_tokens=30).token_ids
+        assert kind != "copy" or kept.stats["tau"] == 5
         messages.append({"role": "assistant", "content": kept.text})
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED])
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "ngram", "model"])
 def test_a_drafted_round_reads_nothing_back_and_is_one_graph(tiny, kind, options):
-    drafter = NgramDrafter(4) if kind == "ngram" else eagle(tiny, kind, "dynamic:3,4,16")
-    decoder = drafting(tiny, drafter)
+    decoder = drafting(tiny, drafter_of(kind, tiny))
     decoder.generate("hello", raw=True, max_new_tokens=2, **options)
     decoder.state.done.fill_(False)
     decoder.state.limit.fill_(100)
@@ -181,10 +231,9 @@ def test_a_drafted_round_reads_nothing_back_and_is_one_graph(tiny, kind, options
         torch.compile(method, fullgraph=True, backend="eager", dynamic=False)(rows)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "ngram"])
+@pytest.mark.parametrize("kind", ["eagle3", "ngram", "copy"])
 def test_compiled_drafted_rounds_say_the_same_and_compile_nothing_new(tiny, kind):
-    drafter = NgramDrafter(3) if kind == "ngram" else eagle(tiny, kind, "dynamic:2,3,8")
-    compiled = drafting(tiny, drafter, compile=True)
+    compiled = drafting(tiny, drafter_of(kind, tiny, "dynamic:2,3,8"), compile=True)
     compiled.generate("warm", raw=True, max_new_tokens=2)
     with torch.compiler.set_stance("fail_on_recompile"):
         for n in (1, 2, 5, 31, 33, 250, 257, 600):
@@ -231,6 +280,6 @@ def test_a_published_head_drafts_through_load_also_from_a_stored_program(tiny, t
 def test_a_head_of_another_width_is_refused_with_both_numbers_before_weights_are_read(tiny, tmp_path, monkeypatch):
     tiny_checkpoint(tmp_path / "model", hidden_size=96)
     save_eagle1(random_head(tiny, "eagle1"), tmp_path / "head")
-    monkeypatch.setattr("fastdecode.loading.load_weights", None)
+    monkeypatch.setattr("fastdecode.loading.load_model", None)
     with pytest.raises(InputError, match=r"48.*96|96.*48"):
         load(str(tmp_path / "model"), draft=str(tmp_path / "head"), device="cpu")

@@ -5,7 +5,9 @@ import pytest
 import torch
 from eagle_fixtures import commit, draft, prefill, states_at, texts, token_paths
 
+from fastdecode.drafters import Chunk
 from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.sampling import SamplingContext, SamplingState
 from fastdecode.tree import DynamicTree
 from fastdecode.tree_options import chain, eagle1_tree
 from models.errors import InputError
@@ -172,9 +174,10 @@ def test_a_prompt_that_shares_a_prefix_prefills_only_what_reusable_leaves(kind):
         states = Hidden(join(hidden.last, other_hidden.last), tuple(map(join, hidden.entering, other_hidden.entering)))
         text.tokens[:, :LENGTH] = mixed
         n_real = 29 - kept
-        scalars = (torch.tensor(value) for value in (kept, n_real, n_real - 1))
         rest = states_at(states, slice(kept, 29), n_real)
-        drafter.prefill(0, rest, mixed[:, kept + 1 : 30], *scalars, torch.arange(ROWS - 1))
+        scalars = (torch.tensor(value) for value in (kept, n_real, n_real - 1))
+        chunk = Chunk(mixed[:, kept:29], mixed[:, kept + 1 : 30], *scalars, torch.arange(ROWS - 1))
+        drafter.prefill(0, rest, chunk)
         text.length.fill_(30)
         assert_same(draft(drafter, text), fresh_tree(kind, "dynamic", mixed, states, 30))
 
@@ -197,7 +200,9 @@ def test_the_last_token_of_the_context_is_drafted_from_like_any_other(kind):
 
 
 def ranking(noise, *temperatures):
-    return {"noise": noise, "temperature": torch.tensor(temperatures)}
+    options = SamplingState.allocate(len(temperatures), "cpu")
+    options.temperature.copy_(torch.tensor(temperatures))
+    return {"context": SamplingContext(noise, options, None, None)}
 
 
 @pytest.mark.parametrize("tree", TREES)
