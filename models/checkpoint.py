@@ -166,8 +166,11 @@ def open_tensors(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     Reads headers only. `rotary_emb.inv_freq`, which the config decides, is left out. Raises InputError, naming the
     file, when one is missing, damaged, or not what its name says.
     """
-    if not path.is_dir():
-        return gguf_tensors(read_gguf(path), config)
+    return open_folder(path) if path.is_dir() else gguf_tensors(read_gguf(path), config)
+
+
+def open_folder(path: Path) -> dict[str, StoredTensor]:
+    """`open_tensors` of a folder, whose names need no config."""
     found: dict[str, StoredTensor] = {}
     for file in _safetensors_files(path):
         for tensor in _read_header(file):

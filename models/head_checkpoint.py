@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from models.checkpoint import open_tensors, set_parameters
+from models.checkpoint import open_folder, set_parameters
 from models.eagle import DraftHead, Eagle3Head, EagleHead
 from models.errors import InputError
 from models.fuse import StoredTensor, match
@@ -79,12 +79,9 @@ def holds_head(folder: Path) -> bool:
     """Whether `folder` holds a draft head rather than a small model: only a head has an `fc`.
 
     An EAGLE-1 head's config.json looks like a model's, so the names of its tensors decide. Raises InputError when
-    config or weights cannot be read.
+    the weights cannot be read.
     """
-    if not folder.is_dir():
-        return False
-    config = read_head_config(folder)
-    return config.kind == "eagle3" or "fc.weight" in _open(folder, config)
+    return folder.is_dir() and "fc.weight" in _tensors(folder)
 
 
 def load_head(folder: Path, config: HeadConfig, target: Transformer, dtype: torch.dtype | None = None) -> DraftHead:
@@ -190,11 +187,15 @@ def _values(tensor: StoredTensor | PickledTensor) -> Tensor:
         return file.get_tensor(tensor.name)
 
 
+def _tensors(folder: Path) -> Stored:
+    """The tensors of a folder by the names in its files; reads no data."""
+    has_safetensors = any(folder.glob("*.safetensors*"))
+    return _unpickle(folder / PICKLE) if (folder / PICKLE).is_file() and not has_safetensors else open_folder(folder)
+
+
 def _open(folder: Path, config: HeadConfig) -> Stored:
     """The tensors of a checkpoint by the names of the parameters here; reads no data."""
-    has_safetensors = any(folder.glob("*.safetensors*"))
-    found = _unpickle(folder / PICKLE) if (folder / PICKLE).is_file() and not has_safetensors else None
-    found = open_tensors(folder, config.layer) if found is None else found
+    found = _tensors(folder)
     kind = "eagle3" if any(name.startswith("midlayer.") for name in found) else config.kind
     if kind != config.kind:
         raise InputError(

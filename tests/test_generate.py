@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,9 +146,29 @@ def test_a_draft_changes_the_figures_and_nothing_else(run):
     assert drafted[:2] == plain[:2] and "tokens per round" in drafted[2]
 
 
-def test_a_model_is_no_draft_head(run, folder):
-    code, _, err = run("hello", "--draft", str(folder))
-    assert code == 2 and "small model as a draft is not built yet" in err
+def test_a_model_drafts_for_itself_and_says_the_same(run, folder):
+    arguments = ("hello", "--json", "--dtype", "float32", "--max-new-tokens", "24")
+    plain = json.loads(run(*arguments)[1])
+    code, out, _ = run(*arguments, "--draft", str(folder), "--tree", "chain:5")
+    drafted = json.loads(out)
+    assert code == 0 and drafted["token_ids"] == plain["token_ids"]
+    assert drafted["rounds"] == 4 and drafted["tau"] == 6
+
+
+def test_a_model_drafts_chains_only_and_of_its_own_tokenizer_only(run, folder, tmp_path):
+    code, _, err = run("hello", "--draft", str(folder), "--tree", "static")
+    assert code == 2 and "chains only" in err
+    code, _, err = run("hello", "--draft", str(folder), "--draft-rope-theta", "10000")
+    assert code == 2 and "whole model" in err
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    text = (other / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    tokens = vocabulary["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    code, _, err = run("hello", "--draft", str(other))
+    assert code == 2 and "another tokenizer" in err and str(min(tokens["a"], tokens["b"])) in err
 
 
 BAD = [

@@ -16,7 +16,7 @@ from golden_files import (
     teacher_forced,
     write_head,
 )
-from tiny import reference_model, save_checkpoint
+from tiny import FAMILIES, reference_model, save_checkpoint
 
 from models.checkpoint import read_config
 from models.eagle import Eagle3Head, EagleHead
@@ -409,7 +409,7 @@ def test_a_folder_says_whether_it_holds_a_head(eagle1, eagle3, speculators, tmp_
     for golden in (eagle1, eagle3, speculators):
         for form in ("safetensors", "bin"):
             assert holds_head(write_head(tmp_path / golden.kind / form, golden.config, golden.weights, form))
-    for family in ("llama", "qwen3", "mixtral"):
+    for family in FAMILIES:
         folder = save_checkpoint(reference_model(family), tmp_path / family)
         assert not holds_head(folder)
         assert read_config(folder).n_layers == 3
