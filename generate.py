@@ -27,7 +27,7 @@ def parse(argv: Sequence[str] | None):
     add("--raw", action="store_true", help="no chat template: the model continues the prompt")
     add("--json", action="store_true", help="one JSON object per prompt instead of text, in input order")
     add("--explain", action="store_true", help="print predicted memory and precision before generating")
-    add("--show-draft", action="store_true", help="colour the tokens that drafting won (not built yet)")
+    add("--show-draft", action="store_true", help="colour the text that drafting won")
     add("--profile", metavar="FILE", help="write a trace of the rounds (not built yet)")
     add("-h", "--help", action="help", help="show this help and exit")
     add_model_options(parser)

@@ -4,29 +4,52 @@ import argparse
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from fastdecode.benchmark_report import SHORT_DTYPE, Row, as_report, machine
+from fastdecode.benchmark_report import Row, as_report, machine
+from fastdecode.benchmark_rows import (
+    bytes_per_round,
+    committed,
+    comparison,
+    decoder_row,
+    first_difference,
+    mean_length,
+    median_of,
+    rate_fields,
+    ratio,
+)
 from fastdecode.decoder import Decoder
+from fastdecode.drafting import DEFAULT_TREE, DraftOptions
 from fastdecode.loading import check_what_is_built, load
-from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
+from fastdecode.memory import measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import SHIPPED, PromptLine, read_prompts
 from fastdecode.request import Result
 from fastdecode.sampling import SamplingOptions
 from fastdecode.startup import measure_startup, set_threads
-from models.checkpoint import find_checkpoint
-from models.errors import InputError
+from fastdecode.tokenizer import load_tokenizer
+from models.checkpoint import find_checkpoint, read_config
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
 WARM_UP_TOKENS = 16
+PLAIN = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
+
+
+@dataclass
+class Program:
+    """One of our decoders: plain, or with a draft. `first_tokens`: per prompt length, the text and its runs."""
+
+    decoder: Decoder
+    first_tokens: dict[int, tuple[str, list[Result]]]
+    results: list[Result]
 
 
 class Benchmark:
@@ -36,35 +59,37 @@ class Benchmark:
         self.args = args
         self.console = Console(stderr=True, highlight=False)
         check_what_is_built(quantize=args.quantize, kv_cache=args.kv_cache)
-        if args.draft not in ("auto", "none") or args.tree != "auto" or args.draft_rope_theta is not None:
-            raise InputError("The benchmark measures plain decoding so far; leave out --draft and --tree.")
+        drafting = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
         self.sampling = sampling_arguments(args)
         SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
         lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)
         self.prompts = lines[: args.limit]
         self.source = "\n".join(line.text for line in lines)
         set_threads(args.threads)
+        # A head or tree that does not fit is refused before weights are read.
+        path = find_checkpoint(args.model)
+        self.plan = drafting.plan(read_config(path), load_tokenizer(path))
 
     def run(self) -> dict[str, Any]:
         """Measure, printing the predicted ceiling on stdout before the rates; returns the JSON object."""
         args = self.args
         cold_compile_s, warm_start_s = self._startup() if args.startup else (None, None)
         with self.console.status(escape(f"Loading {args.model} …")):
-            decoder = load(**load_arguments(args), note=self._note)
+            decoder = load(**{**load_arguments(args), **PLAIN}, note=self._note)
+        device = decoder.model.norm.weight.device
         if args.temperature == "model":
             self.sampling = sampling_arguments(args, decoder.suggested_sampling)
         prompts = [decoder.encode(line.text, raw=args.raw, system=args.system) for line in self.prompts]
-        with self.console.status("Warming up …"):
-            self._answer(decoder, self.prompts[:1], 0, max_new_tokens=WARM_UP_TOKENS)
-        with self.console.status("Time to first token …"):
-            first_tokens = self._first_tokens(decoder)
+        programs = [self._warmed_up(decoder)]
         # Before the block that measures bandwidth, and before another program: both would count as ours.
-        peak = peak_memory_bytes(decoder.model.norm.weight.device)
-        bandwidth = measure_bandwidth(decoder.model.norm.weight.device)
+        peaks = [peak_memory_bytes(device)]
+        bandwidth = measure_bandwidth(device)
         self._print_ceiling(decoder, bandwidth, prompts)
+        if self.plan.drafts:
+            programs.append(self._warmed_up(decoder.with_drafter(self.plan)))
+            peaks.append(None)  # two decoders are in memory
         peers = {name: _peer(name, decoder, args.model) for name in args.against}
 
-        results: list[Result] = []
         answers: dict[str, list] = {name: [] for name in peers}
         with self.console.status("Decoding …") as status:
             for peer in peers.values():
@@ -72,27 +97,41 @@ class Benchmark:
             for start in range(0, len(self.prompts), args.batch):
                 status.update(f"Decoding, prompt {start + 1} of {len(self.prompts)} …")
                 group = self.prompts[start : start + args.batch]
-                results += self._answer(decoder, group, start, max_new_tokens=args.max_new_tokens)
+                for program in programs:
+                    program.results += self._answer(program.decoder, group, start, max_new_tokens=args.max_new_tokens)
                 for name, peer in peers.items():
-                    answers[name].append(peer.generate(prompts[start], max(1, _committed(results[-1]))))
+                    answers[name].append(peer.generate(prompts[start], max(1, committed(programs[0].results[-1]))))
 
-        plain = _plain_row(decoder, args, results, self.prompts, bandwidth)
-        plain |= {
-            "ttft_s": {str(n): _median([r.stats["ttft_s"] for r in found]) for n, (_, found) in first_tokens.items()},
-            "peak_memory_mb": None if peak is None else peak / 1e6,
-            "cold_compile_s": cold_compile_s,
-            "warm_start_s": warm_start_s,
-        }
-        rows = [Row(**plain)]
-        for name, peer in peers.items():
-            row = self._peer_row(decoder, peer, prompts, results, answers[name], bandwidth)
-            ttft = {
-                str(n): _median([peer.generate(decoder.encode(text, raw=True), 1).ttft_s for _ in found])
-                for n, (text, found) in first_tokens.items()
+        rows, plain = [], programs[0]
+        greedy = SamplingOptions(**self.sampling).plain_greedy
+        for program, peak in zip(programs, peaks, strict=True):
+            row = decoder_row(program.decoder, program.results, self.prompts, bandwidth)
+            row |= comparison(decoder, plain.results, program.results, prompts, greedy)
+            row["ttft_s"] = {
+                str(n): median_of([r.stats["ttft_s"] for r in found]) for n, (_, found) in program.first_tokens.items()
             }
-            speedup = _ratio(row["decode_tokens_per_s"], plain["decode_tokens_per_s"])
-            rows.append(Row(program=name, weights=plain["weights"], **row, ttft_s=ttft, speedup=speedup))
-        return as_report(machine(decoder.model.norm.weight.device, bandwidth), args.model, rows)
+            row["peak_memory_mb"] = None if peak is None else peak / 1e6
+            if program is not plain:
+                row |= {"draft": args.draft, "tree": args.tree if args.tree != "auto" else DEFAULT_TREE}
+            rows.append(row)
+        rows[-1] |= {"cold_compile_s": cold_compile_s, "warm_start_s": warm_start_s}
+        for name, peer in peers.items():
+            row = self._peer_row(decoder, peer, prompts, plain.results, answers[name], bandwidth)
+            ttft = {
+                str(n): median_of([peer.generate(decoder.encode(text, raw=True), 1).ttft_s for _ in found])
+                for n, (text, found) in plain.first_tokens.items()
+            }
+            rows.append({"program": name, "weights": rows[0]["weights"], **row, "ttft_s": ttft})
+        rate = rows[0]["decode_tokens_per_s"]
+        finished = [Row(**row, speedup=ratio(row["decode_tokens_per_s"], rate)) for row in rows]
+        return as_report(machine(device, bandwidth), args.model, finished)
+
+    def _warmed_up(self, decoder: Decoder) -> "Program":
+        """A decoder that has compiled, and its times to first token."""
+        with self.console.status("Warming up …"):
+            self._answer(decoder, self.prompts[:1], 0, max_new_tokens=WARM_UP_TOKENS)
+        with self.console.status("Time to first token …"):
+            return Program(decoder, self._first_tokens(decoder), [])
 
     def _note(self, sentence: str) -> None:
         self.console.print(sentence, markup=False, soft_wrap=True)
@@ -139,7 +178,7 @@ class Benchmark:
         args, device = self.args, decoder.model.norm.weight.device
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         length = mean(min(len(ids) + args.max_new_tokens / 2, decoder.max_seq_len) for ids in prompts)
-        per_round = _bytes_per_round(decoder, length)
+        per_round = bytes_per_round(decoder, length)
         print(
             f"predicted ceiling: {bandwidth / per_round:.1f} tokens/s for one text without a draft "
             f"({bandwidth / 1e9:.1f} GB/s measured, {per_round / 1e6:,.0f} MB a round; {device}{threads}, "
@@ -156,8 +195,8 @@ class Benchmark:
                 matched += 1
             else:
                 margins.append(peer.margin(ids + theirs.token_ids[:different]))
-        rates = _rates([answer.decode_tokens_per_s for answer in answers])
-        per_round = round(_bytes_per_round(decoder, _mean_length(results)))
+        rates = rate_fields([answer.decode_tokens_per_s for answer in answers])
+        per_round = round(bytes_per_round(decoder, mean_length(results)))
         comparable = SamplingOptions(**self.sampling).plain_greedy  # the peer always is
         return {
             **rates,
@@ -167,7 +206,7 @@ class Benchmark:
             "matched": matched if comparable else None,
             "first_difference_margins": tuple(margins) if comparable else (),
             "bytes_per_round": per_round,
-            "bandwidth_share": _ratio(rates["decode_tokens_per_s"], bandwidth / per_round),
+            "bandwidth_share": ratio(rates["decode_tokens_per_s"], bandwidth / per_round),
         }
 
 
@@ -186,79 +225,7 @@ def text_of_length(n_tokens: int, source: str, count: Callable[[str], int]) -> s
     return None
 
 
-def first_difference(ours: Result, theirs: list[int], stop_ids: tuple[int, ...]) -> int | None:
-    """Index of the first generated token at which two answers part, a stop token counted; None if they do not."""
-    for i, (a, b) in enumerate(zip(ours.token_ids, theirs, strict=False)):
-        if a != b:
-            return i
-    length = len(ours.token_ids)
-    return length if ours.finish_reason == "stop" and theirs[length] not in stop_ids else None
-
-
 def _peer(name: str, decoder: Decoder, model: str):
     from fastdecode.benchmark_peers import TransformersPeer  # a slow import, and not everybody has it
 
     return {"transformers": TransformersPeer}[name](decoder.model, find_checkpoint(model))
-
-
-def _plain_row(decoder: Decoder, args, results: list[Result], lines: list[PromptLine], bandwidth) -> dict[str, Any]:
-    """The fields of the plain row that come from the answers to the prompts."""
-    rates = _rates([result.stats["decode_tokens_per_s"] for result in results])
-    tau = _tau(results)
-    per_round = round(_bytes_per_round(decoder, _mean_length(results) * args.batch))
-    rate = rates["decode_tokens_per_s"]
-    categories = {line.category: [] for line in lines if line.category is not None}
-    for line, result in zip(lines, results, strict=True):
-        if line.category is not None:
-            categories[line.category].append(result)
-    return {
-        **rates,
-        "program": "fastdecode",
-        "weights": SHORT_DTYPE[decoder.model.norm.weight.dtype],
-        "batch": args.batch,
-        "prompts": len(results),
-        "new_tokens": sum(result.stats["new_tokens"] for result in results),
-        "tau": tau,
-        "speedup": 1.0,
-        "matched": len(results),
-        "bytes_per_round": per_round,
-        "bandwidth_share": None if rate is None else rate / tau * per_round / bandwidth,
-        "tau_by_category": {category: _tau(found) for category, found in categories.items()},
-    }
-
-
-def _committed(result: Result) -> int:
-    """Tokens that were decoded: those of the answer, and the stop token that ended it."""
-    return result.stats["new_tokens"] + (result.finish_reason == "stop")
-
-
-def _tau(results: list[Result]) -> float:
-    rounds = sum(result.stats["rounds"] for result in results)
-    return sum(result.stats["tau"] * result.stats["rounds"] for result in results) / rounds
-
-
-def _rates(rates: list[float | None]) -> dict[str, float | None]:
-    known = [rate for rate in rates if rate is not None]
-    return {
-        "decode_tokens_per_s": _median(known),
-        "decode_tokens_per_s_min": min(known, default=None),
-        "decode_tokens_per_s_max": max(known, default=None),
-    }
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
-
-
-def _mean_length(results: list[Result]) -> float:
-    return mean(result.stats["prompt_tokens"] + result.stats["new_tokens"] / 2 for result in results)
-
-
-def _bytes_per_round(decoder: Decoder, cached_tokens: float) -> float:
-    """Bytes that a round has to read: weights, and the keys and values of `cached_tokens` tokens."""
-    model = decoder.model
-    return weight_bytes_per_round(model) + cached_tokens * cache_bytes_per_token(model.config, model.norm.weight.dtype)

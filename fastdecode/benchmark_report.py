@@ -89,7 +89,8 @@ def as_table(report: Mapping[str, Any]) -> str:
     table = Table(box=ASCII2)
     table.add_column(Text(str(report["model"])))
     for row in rows:
-        table.add_column(f"{row['program']} {row['weights']}", justify="right")
+        draft = "" if row["draft"] == "none" else f" {Path(row['draft']).name} {row['tree']}"
+        table.add_column(Text(f"{row['program']} {row['weights']}{draft}"), justify="right")
     for label, cells in _lines(rows):
         if any(cells):
             table.add_row(label, *(cell or "-" for cell in cells))
@@ -109,6 +110,20 @@ def _lines(rows: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     first_token = [
         (f"first token after {n} prompt tokens, s", [_seconds(row["ttft_s"].get(n)) for row in rows]) for n in lengths
     ]
+    drafted = [row for row in rows if row["accept_by_depth"]]
+    names = dict.fromkeys(name for row in drafted for name in row["tau_by_category"])
+    categories = [
+        (f"  {name}", ["" if row["tau_by_category"].get(name) is None else f"{row['tau_by_category'][name]:.2f}"
+                       for row in rows])
+        for name in names
+    ]
+    accepted = [
+        (f"rounds that accepted more than {d} drafts", [
+            f"{row['accept_by_depth'][d]:.0%}" if d < len(row["accept_by_depth"]) else "" for row in rows])
+        for d in range(max((len(row["accept_by_depth"]) for row in drafted), default=0))
+    ]
+    margins = [", ".join(f"{m:.3f}" for m in sorted(row["first_difference_margins"])[:8]) for row in rows]
+    differences = [("  lead of the top token where others part", margins)]
     return [
         ("decode tokens/s, median", each("{:.1f}", "decode_tokens_per_s")),
         ("  slowest prompt", each("{:.1f}", "decode_tokens_per_s_min")),
@@ -118,7 +133,13 @@ def _lines(rows: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         ("prompts", each("{}", "prompts")),
         ("  with the same tokens as plain", each("{}", "matched")),
         ("new tokens", each("{}", "new_tokens")),
+        *differences,
         ("tokens per round", each("{:.2f}", "tau")),
+        *categories,
+        *accepted,
+        ("drafting, ms a round", each("{:.1f}", "draft_ms")),
+        ("verifying, ms a round", each("{:.1f}", "verify_ms")),
+        ("the rest, ms a round", each("{:.1f}", "rest_ms")),
         *first_token,
         ("compile with an empty cache, s", each("{:.1f}", "cold_compile_s")),
         ("second start to first token, s", each("{:.1f}", "warm_start_s")),

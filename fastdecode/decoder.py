@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdecode.detokenizer import StopStrings, TextStream
-from fastdecode.drafters import Drafter
+from fastdecode.drafters import Drafter, cache_rows_for
 from fastdecode.drafters.root import RootOnly
+from fastdecode.drafting import DraftPlan
 from fastdecode.prefill import Prefill
-from fastdecode.request import Request, Result
+from fastdecode.request import Request, Result, Span
 from fastdecode.round import Round
 from fastdecode.runner import Runner
 from fastdecode.sampling import SamplingOptions
@@ -19,17 +20,17 @@ from fastdecode.tokenizer import Tokenizer
 from models.errors import InputError
 from models.transformer import Transformer
 
-ROW_MULTIPLE = 64  # cache rows are rounded up to this, so that every bucket is a whole number of vectors
-
 Prompt = str | Sequence[Mapping[str, Any]]  # text, or a conversation of {"role", "content"} messages
 
 
 class Piece(NamedTuple):
-    """Text that one round added to the answer of prompt `index`; `result` comes with the last piece."""
+    """Text that one round added to the answer of prompt `index`; `result` comes with the last piece. `spans`: the same
+    text, in parts that drafting won and parts that it did not."""
 
     index: int
     text: str
     result: Result | None
+    spans: tuple[Span, ...] = ()
 
 
 class Decoder:
@@ -53,12 +54,13 @@ class Decoder:
         self.model, self.tokenizer = model, tokenizer
         self.stop_ids = tuple(dict.fromkeys((*stop_ids, *tokenizer.stop_token_ids)))
         self.max_seq_len, self.batch = max_seq_len, batch
+        self.compile, self.program_folder = compile, program_folder
         drafter = RootOnly() if drafter is None else drafter
         model.set_rotary(max_seq_len)
         rows = cache_rows_for(max_seq_len, drafter.n_nodes)
         device = model.norm.weight.device
         self.cache = model.new_cache(batch, rows)
-        self.state = TextState(batch, max_seq_len, drafter.n_nodes, self.stop_ids, device)
+        self.state = TextState(batch, max_seq_len, rows, self.stop_ids, device)
         vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)
         self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile, program_folder)
         self.prefill = Prefill(model, self.cache, drafter)
@@ -66,6 +68,22 @@ class Decoder:
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for
         self.busy = False
         self.compile_seconds: dict[str, float] = {}  # program -> seconds that its warm-up took
+
+    def with_drafter(self, plan: DraftPlan) -> "Decoder":
+        """A second decoder of the same model, with caches of its own and the drafter that `plan` builds."""
+        vocab_size = self.runner.round.vocab_size
+        other = Decoder(
+            self.model,
+            self.tokenizer,
+            stop_ids=self.stop_ids,
+            max_seq_len=self.max_seq_len,
+            batch=self.batch,
+            compile=self.compile,
+            drafter=plan.build(self.model, self.max_seq_len, self.batch, vocab_size),
+            program_folder=self.program_folder,
+        )
+        other.suggested_sampling = self.suggested_sampling
+        return other
 
     def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Token ids of a prompt: text goes through the chat template as a user's turn unless `raw`.
@@ -201,24 +219,22 @@ class Decoder:
             if request is None or request.finish_reason is not None:
                 continue
             count = report.length[slot] - request.length
-            text = request.take(report.new_tokens[slot][:count], report.done[slot], self.stop_ids)
+            request.spent.add(report.seconds)
+            tokens, n_drafted = report.new_tokens[slot][:count], report.n_drafted[slot]
+            spans = request.take(tokens, n_drafted, report.done[slot], self.stop_ids)
             finished = request.finish_reason is not None
             if finished:
                 self._finish(slot, request)
                 slots[slot] = None
-            if text or finished:
-                yield Piece(request.index, text, request.result() if finished else None)
+            if spans or finished:
+                text = "".join(span.text for span in spans)
+                yield Piece(request.index, text, request.result() if finished else None, tuple(spans))
 
     def _finish(self, slot: int, request: Request) -> None:
         """Free a slot, remembering which tokens its cache rows hold: all that was committed but the root."""
         self.state.stop(slot)
         length = int(self.state.length[slot])
         self.cached_ids[slot] = self.state.tokens[slot, : length - 1].tolist()
-
-
-def cache_rows_for(max_seq_len: int, n_nodes: int) -> int:
-    """Rows of a cache for texts of `max_seq_len` tokens and trees of `n_nodes`, the bin included."""
-    return -(-(max_seq_len + n_nodes) // ROW_MULTIPLE) * ROW_MULTIPLE + 1
 
 
 def _program(options: SamplingOptions) -> str:

@@ -43,7 +43,12 @@ class Detokenizer:
     @property
     def pending(self) -> bool:
         """Whether bytes of an unfinished character are held back."""
-        return bool(self._utf8.getstate()[0])
+        return self.n_pending > 0
+
+    @property
+    def n_pending(self) -> int:
+        """How many bytes of an unfinished character are held back."""
+        return len(self._utf8.getstate()[0])
 
     def finish(self) -> str:
         """Ends the text. Half a character is dropped, so nothing is left to return."""
@@ -115,6 +120,7 @@ class TextStream:
     continues: as in `Detokenizer`.
     `stopped` tells that a stop string was found; `text` is all that was returned, and ends before it; `token_ids` are
     the ids that stand for the text: those that reach into the stop string, by a single byte even, are left out.
+    `last_parts`: what `push` or `finish` returned last, each part with the number of the token that completes it.
     Raises `InputError` for an empty stop string.
     """
 
@@ -125,6 +131,8 @@ class TextStream:
         self._ids: list[int] = []
         self._ends: list[int] = []  # bytes of text up to and with each token
         self._sent = 0  # bytes handed to the UTF-8 decoder
+        self._shown = 0  # bytes that the text so far stands for
+        self.last_parts: list[tuple[str, int]] = []
 
     def push(self, token_id: int) -> str:
         """Takes one token and returns the text that is now safe to show. Nothing counts after a stop string."""
@@ -143,7 +151,9 @@ class TextStream:
 
     def finish(self) -> str:
         """Ends the text: returns what was held back and proved to be no stop string. Half a character is dropped."""
-        text = self._detokenizer.decode(self._stops.release())
+        held = self._stops.release()
+        self._sent += len(held)
+        text = self._detokenizer.decode(held)
         return self._add(text + self._detokenizer.finish())
 
     @property
@@ -160,4 +170,14 @@ class TextStream:
 
     def _add(self, text: str) -> str:
         self._pieces.append(text)
+        self.last_parts, end = [], self._shown
+        for character in text:
+            end += len(character.encode())
+            token = min(bisect.bisect_left(self._ends, end), max(0, len(self._ends) - 1))
+            before, owner = self.last_parts[-1] if self.last_parts else ("", token)
+            if owner == token:
+                self.last_parts[-1:] = [(before + character, token)]
+            else:
+                self.last_parts.append((character, token))
+        self._shown = self._sent - self._detokenizer.n_pending
         return text

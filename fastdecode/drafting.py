@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.decoder import cache_rows_for
-from fastdecode.drafters import Drafter
+from fastdecode.drafters import Drafter, cache_rows_for
 from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.drafters.model import ModelDrafter
 from fastdecode.drafters.ngram import NgramDrafter
@@ -19,6 +18,7 @@ from models.head_config import HeadConfig
 from models.transformer import Transformer
 
 DEFAULT_CHAIN = 3
+DEFAULT_TREE = f"chain:{DEFAULT_CHAIN}"
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class DraftPlan:
     path: Path | None = None
     head: HeadConfig | None = None
     model: ModelConfig | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted."""
+        return self.options.draft not in ("auto", "none")
 
     def build(self, target: Transformer, max_seq_len: int, batch: int, vocab_size: int) -> Drafter:
         """The drafter for `batch` texts of `max_seq_len` tokens with ids below `vocab_size`. Raises InputError for

@@ -5,6 +5,7 @@ import sys
 import time
 
 import torch
+from torch import nn
 
 from models.config import ModelConfig
 from models.transformer import Transformer
@@ -30,6 +31,15 @@ def weight_bytes_per_round(model: Transformer) -> int:
             size = size * model.config.n_experts_per_token // model.config.n_experts
         total += size
     return total
+
+
+def draft_bytes_per_round(drafter: nn.Module) -> int:
+    """Bytes of weights that a drafter reads in a round: its network's, once for every level that it drafts."""
+    model = getattr(drafter, "model", None)
+    if isinstance(model, Transformer):
+        return drafter.max_depth * weight_bytes_per_round(model)
+    read = (p for name, p in drafter.named_parameters() if not name.endswith("embed_tokens.weight"))
+    return drafter.max_depth * sum(p.numel() * p.itemsize for p in read)
 
 
 def affordable_tokens(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode import sampling
+from fastdecode.clock import stamp_operator
 from fastdecode.drafters import Drafter
 from fastdecode.state import TextState
 from fastdecode.tree import DraftTree, Lineage, lineage, path_to
@@ -25,6 +26,10 @@ class Round(nn.Module):
         super().__init__()
         self.model, self.cache, self.state = model, cache, state
         self.drafter, self.vocab_size = drafter, vocab_size
+        self.stamp, times = None, None
+        if drafter.max_depth and state.length.device.type == "cpu":
+            self.stamp, times = stamp_operator(), torch.zeros(2, dtype=torch.int64)
+        self.register_buffer("times", times, persistent=False)  # when drafting and verifying ended, ns
 
     def greedy(self, cache_rows: Tensor) -> Tensor:
         """A round at temperature 0 without penalties. See `advance`."""
@@ -38,17 +43,22 @@ class Round(nn.Module):
         """Draft, verify, accept, commit.
 
         `cache_rows [S]` int64 is arange(S); S is the bucket, the part of the cache that attention reads. Returns a
-        report for the host, `[B, D + 3]` int64: length, done, and the D+1 tokens that this round may have committed.
+        report for the host, `[B, D + 4]` int64: length, done, how many of the committed tokens were drafted, and the
+        D+1 tokens that this round may have committed, drafted ones first.
         """
         state = self.state
         root_position = state.length - 1  # [B]
         root = state.tokens.gather(1, root_position[:, None])[:, 0]
         context = self.sampling_context() if sampled else None
         tree = self.drafter.draft(state, root, cache_rows, context)
+        if self.stamp is not None:
+            self.stamp(self.times, 0, tree.tokens)
         family = lineage(tree.parents, self.drafter.max_depth)
 
         hidden = self.verify(tree, family, cache_rows)
         chosen = self.choose(self.model.logits(hidden.last), tree, family, context)
+        if self.stamp is not None:
+            self.stamp(self.times, 1, chosen)
 
         path, n_accepted = self.accept(tree, family, chosen)
         self.drafter.keep(state, hidden, path)
@@ -132,4 +142,5 @@ class Round(nn.Module):
         stopped = first_stop < count
         state.length.add_(count)
         state.done.logical_or_(stopped | (state.length >= state.limit))
-        return torch.cat((state.length[:, None], state.done[:, None].long(), new_tokens), dim=1)
+        counts = torch.stack((state.length, state.done.long(), torch.minimum(n_accepted, count)), dim=1)
+        return torch.cat((counts, new_tokens), dim=1)

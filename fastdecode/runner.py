@@ -5,6 +5,7 @@ bucket) is captured in a CUDA graph, and the host reads a report one round late 
 """
 
 import inspect
+import time
 from collections import deque
 from pathlib import Path
 from threading import Thread
@@ -22,12 +23,15 @@ SMALLEST_BUCKET = 256
 class Report(NamedTuple):
     """What one round did, on the host: per sequence its length, whether it is done, and candidate new tokens.
 
-    The tokens committed by the round are the first `length - previous length` of `new_tokens[b]`.
+    The tokens committed by the round are the first `length - previous length` of `new_tokens[b]`, and the first
+    `n_drafted[b]` of those were drafted. `seconds`: in drafting, verifying and the rest; None where that is not known.
     """
 
     length: list[int]
     done: list[bool]
+    n_drafted: list[int]
     new_tokens: list[list[int]]
+    seconds: tuple[float, float, float] | None = None
 
 
 def bucket_sizes(rows: int) -> list[int]:
@@ -120,9 +124,10 @@ class Runner:
 
     def step(self, program: str, bucket: int) -> Report | None:
         """Run one round. Returns the report of the round `lag` rounds ago, or None if there was none."""
+        started = time.perf_counter_ns()
         report = self._run(program, bucket)
         if not self.on_cuda:
-            return _on_host(report)
+            return _on_host(report)._replace(seconds=self._parts(started, time.perf_counter_ns()))
         slot = self.free_slots.pop() if self.free_slots else torch.empty_like(report, device="cpu").pin_memory()
         slot.copy_(report, non_blocking=True)
         event = torch.cuda.Event()
@@ -139,6 +144,12 @@ class Runner:
         report = _on_host(slot)
         self.free_slots.append(slot)
         return report
+
+    def _parts(self, started: int, ended: int) -> tuple[float, float, float] | None:
+        if self.round.times is None:
+            return None
+        drafted, verified = self.round.times.tolist()
+        return (drafted - started) / 1e9, (verified - drafted) / 1e9, (ended - verified) / 1e9
 
     @torch.inference_mode()
     def _run(self, program: str, bucket: int) -> Tensor:
@@ -172,4 +183,4 @@ class Runner:
 
 def _on_host(report: Tensor) -> Report:
     rows = report.tolist()
-    return Report([r[0] for r in rows], [bool(r[1]) for r in rows], [r[2:] for r in rows])
+    return Report([r[0] for r in rows], [bool(r[1]) for r in rows], [r[2] for r in rows], [r[3:] for r in rows])

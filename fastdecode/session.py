@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rich.color import ColorSystem
 from rich.console import Console
 from rich.markup import escape
+from rich.style import Style
 
 from fastdecode.decoder import Piece, Prompt
 from fastdecode.detokenizer import StopStrings
@@ -16,11 +18,12 @@ from fastdecode.loading import check_what_is_built, load
 from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import read_prompts
-from fastdecode.request import Result
+from fastdecode.request import Result, Span
 from fastdecode.sampling import SamplingOptions
 from models.errors import InputError
 
 MB = 1e6
+DRAFTED = "green"
 
 
 class Session:
@@ -29,6 +32,7 @@ class Session:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.console = Console(stderr=True, highlight=False)
+        self.screen = Console()
         self._check_options()
         self.sampling = sampling_arguments(args)
         self.options = SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
@@ -41,6 +45,9 @@ class Session:
         if args.compile:
             with self.console.status("Compiling (about half a minute the first time, seconds after that) …"):
                 self.decoder.warm_up(self.options)
+        if args.show_draft:
+            nodes = self.decoder.runner.round.drafter.n_nodes
+            self.note(f"{DRAFTED}: won by drafting" if nodes > 1 else "Nothing is drafted; give --draft.")
         if not self.options.greedy and args.seed_is_random:
             self.note(f"seed {self.options.seed}")
 
@@ -48,12 +55,21 @@ class Session:
         """Tell the user something, on stderr."""
         self.console.print(sentence, markup=False, soft_wrap=True)
 
+    def write(self, spans: Iterable[Span]) -> None:
+        """Show text, letter by letter as it is; what drafting won is coloured where that was asked for and can be
+        seen."""
+        coloured = self.args.show_draft and self.screen.color_system is not None and not self.screen.no_color
+        style = Style.parse(DRAFTED)
+        for span in spans:
+            won = coloured and span.drafted
+            sys.stdout.write(style.render(span.text, color_system=ColorSystem.STANDARD) if won else span.text)
+
     def answer_all(self) -> None:
         """Answer every prompt, in input order, streaming the first one that is not finished."""
         results: list[Result] = []
-        for text, result in in_order(self._run(self.prompts), len(self.prompts)):
+        for spans, result in in_order(self._run(self.prompts), len(self.prompts)):
             if not self.args.json:
-                sys.stdout.write(text)
+                self.write(spans)
                 if result is not None:
                     last = len(results) == len(self.prompts) - 1
                     sys.stdout.write("\n" if last else "\n\n")
@@ -72,7 +88,7 @@ class Session:
             result = None
             for piece in self._run([list(messages)], keep_prefix=True, first_index=turn):
                 if not self.args.json:
-                    sys.stdout.write(piece.text)
+                    self.write(piece.spans)
                     sys.stdout.flush()
                 result = piece.result
             messages.append({"role": "assistant", "content": result.text})
@@ -96,9 +112,10 @@ class Session:
         args = self.args
         check_what_is_built(quantize=args.quantize, kv_cache=args.kv_cache)
         DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
-        for option, given in (("--show-draft", args.show_draft), ("--profile", args.profile)):
-            if given:
-                raise InputError(f"{option} is not built yet; leave it out.")
+        if args.profile:
+            raise InputError("--profile is not built yet; leave it out.")
+        if args.show_draft and args.json:
+            raise InputError("--show-draft colours text, and --json prints none of it; give one of them.")
         if args.prompt is not None and args.prompts is not None:
             raise InputError("PROMPT and --prompts were both given; give one of them.")
         if args.chat and (args.raw or args.prompts is not None or args.batch != 1):
@@ -171,6 +188,9 @@ class Session:
             tau = sum(s["tau"] for s in stats) / len(stats)
         if rates and self.decoder.runner.round.drafter.max_depth:
             parts.append(f"{tau:.2f} tokens per round, {rate / tau:.1f} rounds/s")
+            if stats[0]["draft_ms"] is not None:
+                draft_ms, verify_ms = (sum(s[key] for s in stats) / len(stats) for key in ("draft_ms", "verify_ms"))
+                parts.append(f"{draft_ms:.1f} ms drafting and {verify_ms:.1f} ms verifying a round")
         if not hasattr(self, "bandwidth"):  # measured once, after a look at the peak that it would raise
             device = self.decoder.model.norm.weight.device
             self.peak, self.bandwidth = peak_memory_bytes(device), measure_bandwidth(device)
@@ -191,15 +211,15 @@ class Session:
         return f"{share:.0%} of what {self.bandwidth / 1e9:.1f} GB/s allow"
 
 
-def in_order(pieces: Iterator[Piece], count: int) -> Iterator[tuple[str, Result | None]]:
-    """Pieces of many answers, as text in input order: an answer that is not first in line waits its turn."""
+def in_order(pieces: Iterator[Piece], count: int) -> Iterator[tuple[list[Span], Result | None]]:
+    """Pieces of many answers, in input order: an answer that is not first in line waits its turn."""
     waiting: list[list[Piece]] = [[] for _ in range(count)]
     current = 0
     for piece in pieces:
         waiting[piece.index].append(piece)
         while current < count and waiting[current]:
             ready, waiting[current] = waiting[current], []
-            yield "".join(p.text for p in ready), ready[-1].result
+            yield [span for p in ready for span in p.spans], ready[-1].result
             if ready[-1].result is None:
                 break
             current += 1

@@ -9,12 +9,13 @@ from fastdecode.sampling import SamplingOptions, SamplingState
 class TextState(nn.Module):
     """Static buffers, so that a compiled and captured round finds them where they were.
 
-    `tokens [B, columns]` int64: prompt and output, the last column a bin. `length [B]`: tokens committed; the last of
+    `tokens [B, columns]` int64: prompt and output, the last column a bin; as many as the cache has rows, so that every
+    bucket of rows is a bucket of tokens too. `length [B]`: tokens committed; the last of
     them is the root, chosen but not cached. `prompt_length [B]`. `limit [B]`: length at which the text must stop.
     `done [B]` bool: nothing more is committed. `stop_ids [K]` int64 (-1 matches nothing).
     """
 
-    def __init__(self, batch: int, max_seq_len: int, max_nodes: int, stop_ids: tuple[int, ...], device):
+    def __init__(self, batch: int, max_seq_len: int, columns: int, stop_ids: tuple[int, ...], device):
         super().__init__()
         self.batch, self.max_seq_len = batch, max_seq_len
 
@@ -22,7 +23,7 @@ class TextState(nn.Module):
             dtype = torch.bool if isinstance(fill, bool) else torch.int64
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device), persistent=False)
 
-        buffer("tokens", batch, max_seq_len + max_nodes + 1)
+        buffer("tokens", batch, columns)
         buffer("length", batch, fill=1)
         buffer("prompt_length", batch, fill=1)
         buffer("limit", batch, fill=1)

@@ -38,7 +38,9 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def set_rotary(self, max_seq_len: int) -> None:
-        """Make the rotary tables for positions below `max_seq_len`."""
+        """Make the rotary tables for positions below `max_seq_len`; tables of that length stay where they are."""
+        if getattr(self, "cos", None) is not None and len(self.cos) == max_seq_len:
+            return
         cos, sin = rotary_table(self.config.rope, self.config.head_dim, max_seq_len)
         self.register_buffer("cos", cos.to(self.norm.weight.device), persistent=False)
         self.register_buffer("sin", sin.to(self.norm.weight.device), persistent=False)

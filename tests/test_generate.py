@@ -1,12 +1,18 @@
 """generate.py as people and scripts use it: text and JSON on stdout, one sentence for bad input, clean endings."""
 
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -171,6 +177,46 @@ def test_a_model_drafts_chains_only_and_of_its_own_tokenizer_only(run, folder, t
     assert code == 2 and "another tokenizer" in err and str(min(tokens["a"], tokens["b"])) in err
 
 
+ANSI = re.compile("\x1b\\[[0-9;]*m")
+
+
+def in_terminal(*arguments, **environment):
+    """Stdout of generate.py as a terminal of 40 columns gets it."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 20, 40, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", **environment}
+    command = [sys.executable, "generate.py", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=its, stderr=subprocess.PIPE, env=environment)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux reports the end of a terminal as an error
+        while data := os.read(ours, 4096):
+            shown += data
+    os.close(ours)
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 0, errors
+    return shown.decode().replace("\r\n", "\n"), errors
+
+
+def test_show_draft_colours_what_drafting_won_and_changes_no_letter(run, folder):
+    options = ["ab ab ab", "--model", str(folder), "--no-compile", "--dtype", "float32", "--max-new-tokens", "48"]
+    options += ["--device", "cpu", "--draft", str(folder), "--tree", "chain:3"]
+    plain = run(*options[:1], *options[3:])[1]
+    shown, errors = in_terminal(*options, "--show-draft")
+    assert ANSI.sub("", shown) == plain
+    parts = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", shown, re.DOTALL)
+    drafted = sum(map(len, parts))
+    assert 0.5 * len(plain) < drafted < 0.9 * len(plain)  # 3 tokens of 4
+    assert "green: won by drafting" in errors and "ms drafting" in errors and "4.00 tokens per round" in errors
+    assert not ANSI.search(in_terminal(*options)[0])
+    assert not ANSI.search(in_terminal(*options, "--show-draft", NO_COLOR="1")[0])
+
+
+def test_show_draft_into_a_pipe_has_no_colours(run, folder):
+    options = ["ab ab ab", "--draft", "ngram", "--max-new-tokens", "24"]
+    assert run(*options, "--show-draft")[1] == run(*options)[1]
+
+
 BAD = [
     (["hi", "--temperature", "-1"], "temperature"),
     (["hi", "--temperature", "hot"], "temperature"),
@@ -201,7 +247,7 @@ BAD = [
     (["hi", "--draft", "/x/y", "--draft-rope-theta", "wide"], "--draft-rope-theta"),
     (["hi", "--quantize", "int4"], "not built yet"),
     (["hi", "--kv-cache", "int8"], "not built yet"),
-    (["hi", "--show-draft"], "not built yet"),
+    (["hi", "--show-draft", "--json"], "--show-draft"),
     (["hi", "--profile", "trace.json"], "not built yet"),
     (["hi", "--raw", "--system", "x"], "--system"),
     (["hi", "--prompts", "file"], "--prompts"),

@@ -8,6 +8,13 @@ from fastdecode.sampling import SamplingContext
 from fastdecode.tree import DraftTree
 from models.transformer import Hidden
 
+ROW_MULTIPLE = 64  # cache rows are rounded up to this, so that every bucket is a whole number of vectors
+
+
+def cache_rows_for(max_seq_len: int, n_nodes: int) -> int:
+    """Rows of a cache for texts of `max_seq_len` tokens and trees of `n_nodes`, the bin included."""
+    return -(-(max_seq_len + n_nodes) // ROW_MULTIPLE) * ROW_MULTIPLE + 1
+
 
 class Text(Protocol):
     """What drafters read of a TextState: `tokens [B, columns]` int64, `length [B]` int64, `done [B]` bool."""

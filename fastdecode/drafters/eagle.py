@@ -160,7 +160,8 @@ class EagleDrafter(nn.Module):
         if context is not None:
             drawn = self.head.at_drafted(context.noise[:, depth])[:, None]  # [B, 1, draft_vocab]
             temperature = context.options.temperature[:, None, None]
-            ranks = torch.where(temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + drawn, logits)
+            samples = temperature > 0
+            ranks = torch.where(samples, logits / torch.where(samples, temperature, 1.0) + drawn, logits)
         if self.tree.top_k == 1:
             best, ids = ranks.max(-1, keepdim=True)  # unlike topk, the compiler fuses it
         else:

@@ -94,7 +94,9 @@ def commit(drafter: EagleDrafter, text: Text, hidden: Hidden, count: int) -> Non
     text.length += count
 
 
-def draft(drafter: EagleDrafter, text: Text, bucket: int | None = None, context: SamplingContext | None = None) -> DraftTree:
+def draft(
+    drafter: EagleDrafter, text: Text, bucket: int | None = None, context: SamplingContext | None = None
+) -> DraftTree:
     root = text.tokens.gather(1, text.length[:, None] - 1)[:, 0]
     return drafter.draft(text, root, torch.arange(bucket or text.tokens.shape[1] - 1), context)
 

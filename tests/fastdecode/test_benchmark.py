@@ -17,6 +17,7 @@ from tokenizer_fixtures import byte_level_tokenizer, write_json
 
 from fastdecode import benchmark, benchmark_measure, benchmark_report
 from fastdecode.benchmark_measure import text_of_length
+from fastdecode.benchmark_rows import accept_by_depth
 from fastdecode.decoder import Decoder
 from fastdecode.options import run_command
 from fastdecode.request import Result
@@ -198,6 +199,53 @@ def test_the_checkpoints_own_sampling_is_used_when_asked_for(checkpoint, monkeyp
         (checkpoint / "generation_config.json").unlink()
 
 
+def test_plain_and_drafted_decoding_are_measured_in_one_run(checkpoint):
+    plain, drafted = benchmarked(checkpoint, f"--draft={checkpoint}", "--tree=chain:3")[0]["rows"]
+    assert list(drafted) == ROW_KEYS
+    assert (plain["draft"], plain["tree"], plain["tau"], plain["speedup"]) == ("none", None, 1.0, 1.0)
+    assert (drafted["draft"], drafted["tree"], drafted["program"]) == (str(checkpoint), "chain:3", "fastdecode")
+    assert (drafted["matched"], drafted["first_difference_margins"], drafted["prompts"]) == (3, [], 3)
+    assert drafted["tau"] == 4.0 and drafted["tau_by_category"] == {"a": 4.0, "b": 4.0}  # 8 tokens, a perfect draft
+    assert drafted["accept_by_depth"] == [1.0, 1.0, 1.0]
+    assert drafted["new_tokens"] == plain["new_tokens"] == 24
+    assert drafted["speedup"] == drafted["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
+    assert plain["draft_ms"] is None and min(drafted[key] for key in ("draft_ms", "verify_ms", "rest_ms")) > 0
+    assert drafted["bytes_per_round"] > 3.5 * plain["bytes_per_round"]  # the draft model runs three times
+    assert drafted["ttft_s"]["16"] > 0
+
+
+def test_a_draft_that_does_not_fit_is_refused_before_weights_are_read(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_measure, "load", None)
+    for draft, tree, said in (("no-such-folder", "auto", "no-such-folder"), (str(checkpoint), "static", "chains only")):
+        options = [f"--model={checkpoint}", f"--draft={draft}", f"--tree={tree}", "--no-startup"]
+        assert run_command(benchmark.main, options) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_draft_that_changes_the_output_is_found_out(checkpoint, monkeypatch):
+    from fastdecode.round import Round
+
+    choose = Round.choose
+
+    def wrong(self, logits, tree, family, context):
+        chosen = choose(self, logits, tree, family, context)
+        return chosen if chosen.shape[1] == 1 else chosen.clamp_max(40)
+
+    monkeypatch.setattr(Round, "choose", wrong)
+    report, before = benchmarked(checkpoint, "--draft=ngram")
+    drafted = report["rows"][1]
+    assert drafted["matched"] == 0
+    assert len(drafted["first_difference_margins"]) == 3 and min(drafted["first_difference_margins"]) > 0
+    assert any(f"{min(drafted['first_difference_margins']):.3f}" in line for line in before)
+
+
+def test_shares_by_depth_are_over_all_rounds():
+    def result(rounds, shares):
+        return Result("", "", [], "length", {"rounds": rounds, "accept_by_depth": shares})
+
+    assert accept_by_depth([result(1, [1.0, 1.0]), result(3, [1 / 3]), result(4, [])]) == (2 / 8, 1 / 8)
+
+
 def test_a_batch_gives_every_prompt_its_figures(checkpoint, plain):
     measured = watched(checkpoint, "--batch=2")
     assert (measured.row["batch"], measured.row["prompts"]) == (2, 3)
@@ -247,7 +295,7 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(tmp_path, mon
         (["--output=."], "--output ."),
         (["--prompts=no-such-file.txt"], "no-such-file.txt"),
         (["--raw", "--system=hi"], "--system needs the chat template"),
-        (["--draft=ngram"], "plain decoding so far"),
+        (["--draft=ngram", "--tree=static"], "chains only"),
         (["--quantize=int4"], "--quantize int4 is not built yet"),
         (["--temperature=-1"], "temperature"),
         (["--temperature=warm"], "temperature"),

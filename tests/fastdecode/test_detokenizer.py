@@ -72,7 +72,7 @@ def test_any_bytes_stream_to_what_they_decode_to_as_a_whole(tokens):
     detokenizer = Detokenizer(Bytes(*tokens), continues=True)
     shown = "".join(detokenizer.push(index) for index in range(len(tokens)))
     whole = (b"".join(tokens) + b"!").decode(errors="replace").removesuffix("!")
-    assert shown + ("\ufffd" if detokenizer.pending else "") == whole
+    assert shown + detokenizer.decode(b"!", final=True).removesuffix("!") == whole
 
 
 @given(st.data())
@@ -192,3 +192,25 @@ def test_bad_stop_strings_are_refused():
         StopStrings(("a", ""))
     with pytest.raises(InputError, match="not valid Unicode"):
         TextStream(Bytes(), ("\udc80",))
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b"", b"\xe2\x82", b"\xac", b"\xc3\xa9!", b"ST", b"OP"]), max_size=12))
+@settings(deadline=None)
+def test_every_part_of_the_text_belongs_to_the_token_that_completes_it(tokens):
+    stream = TextStream(Bytes(*tokens), ("STOP",))
+    owners = {}
+    for index in (*range(len(tokens)), None):
+        text = stream.finish() if index is None else stream.push(index)
+        assert "".join(part for part, _ in stream.last_parts) == text
+        for part, token in stream.last_parts:
+            owners[token] = owners.get(token, "") + part
+    if b"\xe2\x82" in tokens or b"\xac" in tokens or stream.stopped:
+        return  # what is broken or cut has no owner to hold it against
+    assert owners == {i: token.decode() for i, token in enumerate(tokens) if token}
+
+
+def test_text_that_was_held_back_belongs_to_its_own_tokens():
+    stream = TextStream(Bytes(b"x S", b"T", b"A\xe2\x82", b"\xac"), ("STOP",))
+    assert [stream.push(i) for i in (0, 1)] == ["x ", ""]
+    assert stream.push(2) == "STA" and stream.last_parts == [("S", 0), ("T", 1), ("A", 2)]
+    assert stream.push(3) == "€" and stream.last_parts == [("€", 3)]
