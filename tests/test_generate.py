@@ -23,7 +23,7 @@ from fastdecode.options import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ["prompt", "text", "token_ids", "finish_reason", "prompt_tokens", "new_tokens", "ttft_s"]
-KEYS += ["decode_tokens_per_s", "rounds", "tau", "seed"]
+KEYS += ["decode_tokens_per_s", "rounds", "tau", "seed", "accept_by_depth", "draft_ms", "verify_ms", "rest_ms"]
 
 
 @pytest.fixture(scope="module")

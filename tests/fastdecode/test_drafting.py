@@ -67,7 +67,7 @@ def eagle(plain, kind, tree, batch=1, limit=LIMIT):
 
 def another_model(plain, seed=5):
     """A model of the same tokenizer, of other sizes and weights."""
-    changes = {"hidden_size": 32, "n_layers": 1, "n_heads": 4, "head_dim": 8, "moe_layers": (False,)}
+    changes = {"hidden_size": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "moe_layers": (False,)}
     torch.manual_seed(seed)
     model = Transformer(dataclasses.replace(plain.model.config, **changes, sliding_layers=(False,)))
     for name, parameter in model.named_parameters():
