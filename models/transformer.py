@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import ModelConfig
-from models.layers import FEW_ROWS, DecoderLayer
+from models.layers import FEW_ROWS, DecoderLayer, Linear, linear
 from models.rope import rotary_table
 
 
@@ -35,7 +34,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.n_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def set_rotary(self, max_seq_len: int) -> None:
         """Make the rotary tables for positions below `max_seq_len`; tables of that length stay where they are."""
@@ -84,7 +83,7 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [B, N, h]` after the final norm -> `[B, N, V]` in the weights' dtype."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return F.linear(hidden, head.weight)
+        return linear(hidden, head.weight)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,8 @@ class ModelDrafter(nn.Module):
     holds the token at position r, as in the target's. `vocab_size`: ids from here on are padding and never drafted.
 
     When a round begins, every row below the root's predecessor is cached: a round runs the root and all its drafts but
-    the last, which is the one that may be missing afterwards. So each round begins with the last two tokens.
+    the last, which is `missing [B]` bool where it was accepted. So each round begins with the last two tokens, of which
+    the first is cached only where it is missing: a second time it might be rounded otherwise.
     """
 
     chain = True
@@ -28,6 +29,7 @@ class ModelDrafter(nn.Module):
         self.model, self.vocab_size = model, min(vocab_size, model.config.vocab_size)
         self.n_nodes, self.max_depth = n_tokens + 1, n_tokens
         self.cache = model.new_cache(batch, rows)
+        self.register_buffer("missing", torch.zeros(batch, dtype=torch.bool, device=self.cache.k0.device), False)
         model.set_rotary(rows)
 
     def draft(self, text: Text, root: Tensor, cache_rows: Tensor, context: SamplingContext | None) -> DraftTree:
@@ -36,8 +38,10 @@ class ModelDrafter(nn.Module):
         positions = last + torch.arange(-1, 1, device=root.device)
         token_ids = text.tokens.gather(1, positions.clamp_min(0))
         drafted: list[Tensor] = []
+        is_new = torch.stack((self.missing, torch.ones_like(self.missing)), dim=1)
         for depth in range(self.max_depth):
-            logits = self._run(token_ids, positions, text.done, cache_rows)
+            logits = self._run(token_ids, positions, is_new & ~text.done[:, None], cache_rows)
+            is_new = is_new[:, 1:]
             token_ids = self._choose(logits, depth, drafted, context)
             positions = last + (depth + 1)
             drafted.append(token_ids)
@@ -45,11 +49,13 @@ class ModelDrafter(nn.Module):
         return chain_of(root, tokens, torch.ones_like(tokens, dtype=torch.bool))
 
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
-        """Nothing: what was accepted is cached, but for the last draft."""
+        """Note whether the last draft was accepted: it is what is not cached."""
+        self.missing.copy_(path[:, -1] > 0)
 
     def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
         """Cache one chunk of the prompt of text `slot`."""
         cache = self.cache.slot(slot)
+        self.missing[slot] = False
         offsets = torch.arange(chunk.token_ids.shape[1], device=chunk.token_ids.device)[None]
         positions = chunk.start + offsets
         rows = torch.where(offsets < chunk.n_real, positions, cache.bin_row)
@@ -61,10 +67,10 @@ class ModelDrafter(nn.Module):
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`."""
         return max(0, min(common, length - 2))
 
-    def _run(self, token_ids: Tensor, positions: Tensor, done: Tensor, cache_rows: Tensor) -> Tensor:
-        """Cache `token_ids [B, N]` at their `positions [B, N]`; the logits after the last of them, `[B, 1, V]`."""
-        # A text of one token has nothing before its root, and a finished one changes nothing.
-        rows = torch.where((positions < 0) | done[:, None], self.cache.bin_row, positions)
+    def _run(self, token_ids: Tensor, positions: Tensor, is_new: Tensor, cache_rows: Tensor) -> Tensor:
+        """Cache those of `token_ids [B, N]` at `positions [B, N]` that are new; logits after the last, `[B, 1, V]`."""
+        # A text of one token has nothing before its root.
+        rows = torch.where(is_new & (positions >= 0), positions, self.cache.bin_row)
         mask = cache_rows <= positions[:, :, None]
         at = positions.clamp(0, self.model.cos.shape[0] - 1)
         hidden = self.model(token_ids, at, rows, mask, cache_rows[None], self.cache)
