@@ -41,7 +41,7 @@ class ModelDrafter(nn.Module):
         is_new = torch.stack((self.missing, torch.ones_like(self.missing)), dim=1)
         for depth in range(self.max_depth):
             logits = self._run(token_ids, positions, is_new & ~text.done[:, None], cache_rows)
-            is_new = is_new[:, 1:]
+            is_new = is_new[:, -1:]
             token_ids = self._choose(logits, depth, drafted, context)
             positions = last + (depth + 1)
             drafted.append(token_ids)
