@@ -53,6 +53,15 @@ def test_compiled_answers_equal_the_uncompiled_ones_greedy_and_sampled(plain_dec
     assert sampled.token_ids == plain_decoder.generate(PROMPTS[0], **options).token_ids != answers[0][:24]
 
 
+def test_its_own_copy_as_a_draft_changes_nothing_and_is_always_right(plain_decoder, plain_answers):
+    drafted = load("smollm2-135m", dtype="float32", device="cpu", draft="smollm2-135m", tree="chain:3")
+    results = [drafted.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    assert [r.token_ids for r in results] == plain_answers
+    for result in results:
+        committed = result.stats["new_tokens"] + (result.finish_reason == "stop")
+        assert result.stats["rounds"] == -(-committed // 4)
+
+
 def test_lookup_drafts_change_nothing_but_the_rounds(plain_answers):
     drafted = load("smollm2-135m", dtype="float32", device="cpu", draft="ngram", tree="chain:3")
     results = [drafted.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]

@@ -243,6 +243,19 @@ def test_compiled_drafted_rounds_say_the_same_and_compile_nothing_new(tiny, kind
             assert compiled.generate(text_of(n), **options).token_ids == tiny.generate(text_of(n), **options).token_ids
 
 
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_prompt_beyond_the_heads_training_length_is_drafted_for(tmp_path, kind):
+    tiny_checkpoint(tmp_path, hidden_size=48, max_position_embeddings=4096)
+    plain = plain_decoder(tmp_path, max_seq_len=3100)
+    builder = chain(3)
+    head = random_head(plain, kind)
+    trained = dataclasses.replace(head.config.layer, max_position_embeddings=2048)
+    head.config = dataclasses.replace(head.config, layer=trained)
+    drafted = drafting(plain, EagleDrafter(head, builder, 1, cache_rows_for(3100, 4)), limit=3100)
+    options = {"raw": True, "max_new_tokens": 24}
+    assert drafted.generate(text_of(3000), **options).token_ids == plain.generate(text_of(3000), **options).token_ids
+
+
 def save_eagle1(head, folder):
     """Write a head as published EAGLE-1 heads are: parts by their own names, no lm_head."""
     attention, mlp = head.layers[0].self_attn, head.layers[0].mlp
