@@ -1,0 +1,186 @@
+"""Linear layers with 4- and 8-bit weights on the CPU: the operator of cpu.cpp, built on first use.
+
+`pack` lays a matrix out for it once, at load, and `linear` multiplies by it. A row's result is bitwise the same at any
+number of rows, beside any others, and at any thread count. Without a C++ compiler `linear` is plain torch.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantize.storage import Quantized
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+PATHS = ("plain", "avx2", "avx512", "bf16", "amx")  # as in cpu.cpp; each CPU has the first few
+BLOCK = 32  # outputs
+DIGEST_BYTES = 32
+
+
+class PackedCPU(NamedTuple):
+    """A matrix as cpu.cpp reads it: `data` uint8 `[blocks, groups, bytes]`, of which `out_features` outputs count."""
+
+    data: Tensor
+    bits: int
+    out_features: int
+    group_size: int
+
+
+def pack(weight: Quantized) -> PackedCPU:
+    """Lay `weight [N, K]` out for `linear`, on the CPU. Nothing is rounded: scales and minimums keep their dtype.
+
+    Raises ValueError for bits, groups or dtypes that the operator does not know. N need not be a multiple of anything.
+    """
+    out, n_columns = weight.shape
+    bits, group = weight.bits, weight.group_size
+    constants = [weight.scale] if bits == 8 else [weight.scale, weight.minimum]
+    complete = all(part is not None for part in constants)
+    if bits not in (4, 8) or group not in (32, 64, 128) or n_columns % group or not complete:
+        raise ValueError(
+            f"got {bits} bits in groups of {group} over {n_columns} columns; it takes 4 bits (with minimums) or 8, and "
+            "groups of 32, 64 or 128 that the columns are a multiple of"
+        )
+    dtypes = {part.dtype for part in constants}
+    if not dtypes <= {torch.float16, torch.float32} or (weight.minimum is not None) != (bits == 4):
+        raise ValueError(f"scales and minimums are fp16 or fp32, with minimums for 4 bits only; got {dtypes}")
+    n_blocks, n_groups = -(-out // BLOCK), n_columns // group
+    dtype = torch.float16 if dtypes == {torch.float16} else torch.float32
+    pad = (0, 0, 0, n_blocks * BLOCK - out)
+    parts = []
+    for part in constants:
+        part = F.pad(part.to(dtype), pad).view(n_blocks, BLOCK, n_groups).transpose(1, 2).contiguous()
+        parts.append(part.view(torch.uint8))
+    q = F.pad(weight.values().view(torch.uint8), pad).view(n_blocks, 2, 16, n_groups, -1, 32 // bits)
+    q = q.permute(0, 3, 1, 4, 2, 5)  # [blocks, groups, halves, vectors, outputs, columns of a vector]
+    if bits == 4:  # column 2j + i of eight -> bits 4j of the lane's half i
+        q = q.unflatten(-1, (2, 2, 2)).movedim(-1, -3)  # [..., i, j / 2, j % 2]
+        q = q[..., 0] | q[..., 1] << 4
+    parts.append(q.reshape(n_blocks, n_groups, -1))
+    return PackedCPU(torch.cat(parts, dim=-1), bits, out, group)
+
+
+def unpack(packed: PackedCPU) -> Tensor:
+    """The inverse of `pack`: the matrix `[N, K]` in fp32, as `Quantized.dequantize` makes it."""
+    n_blocks, n_groups, n_bytes = packed.data.shape
+    bits, group = packed.bits, packed.group_size
+    n_constants = n_bytes - BLOCK * group * bits // 8
+    constants, q = packed.data.split([n_constants, n_bytes - n_constants], dim=-1)
+    dtype = torch.float16 if n_constants == BLOCK * 2 * (2 if bits == 4 else 1) else torch.float32
+    constants = constants.contiguous().view(dtype).float().view(n_blocks, n_groups, -1, BLOCK)
+    if bits == 4:
+        q = q.reshape(n_blocks, n_groups, 2, -1, 16, 2, 2)  # [..., vectors, outputs, i, j / 2]
+        q = torch.stack((q & 15, q >> 4), dim=-1).movedim(-3, -1).flatten(-3)
+    else:
+        q = q.contiguous().view(torch.int8).view(n_blocks, n_groups, 2, -1, 16, 4)
+    q = q.permute(0, 2, 4, 1, 3, 5).reshape(n_blocks, BLOCK, n_groups, group)
+    scale, *minimum = constants.permute(2, 0, 3, 1)[..., None]
+    w = q.float() * scale
+    if minimum:
+        w = w + minimum[0]
+    return w.reshape(n_blocks * BLOCK, n_groups * group)[: packed.out_features]
+
+
+def linear_reference(x: Tensor, packed: PackedCPU) -> Tensor:
+    """What `linear` computes, in plain torch: products and sums in fp32, then x's dtype."""
+    return F.linear(x.float(), unpack(packed)).to(x.dtype)
+
+
+def linear(x: Tensor, packed: PackedCPU) -> Tensor:
+    """`x [..., K]`, bf16 or fp32 -> `[..., N]` of the same dtype: `x @ w.T`, summed in fp32.
+
+    Call `operators()` before a stored program that contains this is loaded. RuntimeError where K differs.
+    """
+    if not available():
+        return linear_reference(x, packed)
+    operator = torch.ops.fastdecode.linear_int4 if packed.bits == 4 else torch.ops.fastdecode.linear_int8
+    y = operator(x, packed.data)
+    return y if y.shape[-1] == packed.out_features else y[..., : packed.out_features]
+
+
+@torch.compiler.assume_constant_result  # else the compiler would trace into building it
+def available() -> bool:
+    """Whether the C++ operator is there; the first call builds it."""
+    return operators() is not None
+
+
+@functools.cache
+def operators() -> Path | None:
+    """Build, where it is not in the user's cache, and load cpu.cpp; its library, or None where that cannot be done.
+
+    Also tells torch.compile the shape of what the operators return.
+    """
+    library = load(cache_folder())
+    if library is not None:
+        for name in ("linear_int4", "linear_int8"):
+            torch.library.register_fake(f"fastdecode::{name}", _output_like)
+    return library
+
+
+def _output_like(x: Tensor, packed: Tensor, path: int = -1) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0] * BLOCK)
+
+
+def cache_folder() -> Path:
+    """Where the built library is kept: in torch's compile cache (TORCHINDUCTOR_CACHE_DIR), beside compiled programs."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "fastdecode"
+
+
+def load(folder: Path) -> Path | None:
+    """Load the library of `folder` into torch, built first if it is missing or damaged; None if that fails."""
+    command = build_command()
+    if command is None:
+        return None
+    key = hashlib.sha256(repr((command, torch.__version__, platform.machine())).encode() + SOURCE.read_bytes())
+    library = folder / f"cpu-{key.hexdigest()[:32]}.so"
+    try:
+        if not intact(library):
+            build(command, library)
+        torch.ops.load_library(library)
+    except (OSError, subprocess.SubprocessError):  # no such folder, a compiler that cannot, a library that does not fit
+        return None
+    return library
+
+
+def build_command() -> list[str] | None:
+    """The compiler that torch.compile would call, and its arguments up to `-o`; None if there is none."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+        return None
+    torch_folder = Path(torch.__file__).parent
+    flags = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-w"]
+    link = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    return [compiler, *flags, f"-I{torch_folder / 'include'}", str(SOURCE.resolve()), *link]
+
+
+def build(command: list[str], library: Path) -> None:
+    """Run `command`, and put what it makes at `library`, whole or not at all. Several processes may do so at once."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        draft = Path(scratch) / library.name
+        subprocess.run([*command, "-o", str(draft)], check=True, capture_output=True)
+        with open(draft, "r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+        os.replace(draft, library)
+
+
+def intact(library: Path) -> bool:
+    """Whether `library` is there, and ends with the SHA-256 of what comes before. Loading half a library can crash."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
