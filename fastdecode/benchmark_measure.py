@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from fastdecode.benchmark_report import Row, as_report, machine
+from fastdecode.benchmark_report import SHORT_DTYPE, Row, as_report, machine
 from fastdecode.benchmark_rows import (
     bytes_per_round,
     committed,
@@ -36,6 +36,8 @@ from fastdecode.sampling import SamplingOptions
 from fastdecode.startup import measure_startup, set_threads
 from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import find_checkpoint, read_config
+from quantize.linear import QuantizedLinear
+from quantize.network import load_network
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
@@ -121,7 +123,8 @@ class Benchmark:
                 str(n): median_of([peer.generate(decoder.encode(text, raw=True), 1).ttft_s for _ in found])
                 for n, (text, found) in plain.first_tokens.items()
             }
-            rows.append({"program": name, "weights": rows[0]["weights"], **row, "ttft_s": ttft})
+            weights = SHORT_DTYPE[decoder.model.norm.weight.dtype]
+            rows.append({"program": name, "weights": weights, **row, "ttft_s": ttft})
         rate = rows[0]["decode_tokens_per_s"]
         finished = [Row(**row, speedup=ratio(row["decode_tokens_per_s"], rate)) for row in rows]
         return as_report(machine(device, bandwidth), args.model, finished)
@@ -228,4 +231,8 @@ def text_of_length(n_tokens: int, source: str, count: Callable[[str], int]) -> s
 def _peer(name: str, decoder: Decoder, model: str):
     from fastdecode.benchmark_peers import TransformersPeer  # a slow import, and not everybody has it
 
-    return {"transformers": TransformersPeer}[name](decoder.model, find_checkpoint(model))
+    path, weight = find_checkpoint(model), decoder.model.norm.weight
+    network = decoder.model
+    if any(isinstance(layer, QuantizedLinear) for layer in network.modules()):
+        network = load_network(path, network.config, weight.device, weight.dtype, quantized=False)
+    return {"transformers": TransformersPeer}[name](network, path)

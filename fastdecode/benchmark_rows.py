@@ -12,6 +12,7 @@ from fastdecode.memory import cache_bytes_per_token, draft_bytes_per_round, weig
 from fastdecode.prompts import PromptLine
 from fastdecode.request import Result
 from models.transformer import Transformer
+from quantize.linear import QuantizedLinear
 
 
 def decoder_row(decoder: Decoder, results: list[Result], lines: list[PromptLine], bandwidth: float) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def decoder_row(decoder: Decoder, results: list[Result], lines: list[PromptLine]
     return {
         **rates,
         "program": "fastdecode",
-        "weights": SHORT_DTYPE[decoder.model.norm.weight.dtype],
+        "weights": weights_name(decoder.model),
         "batch": decoder.batch,
         "prompts": len(results),
         "new_tokens": sum(result.stats["new_tokens"] for result in results),
@@ -38,6 +39,14 @@ def decoder_row(decoder: Decoder, results: list[Result], lines: list[PromptLine]
         "bandwidth_share": None if rate is None else rate / tau * per_round / bandwidth,
         "tau_by_category": {category: tau_of(found) for category, found in categories.items()},
     }
+
+
+def weights_name(model: Transformer) -> str:
+    """How the linear layers' weights are stored: "int4-g32", say, or "bf16"."""
+    for layer in model.layers.modules():
+        if isinstance(layer, QuantizedLinear):
+            return f"int{layer.bits}-g{layer.group_size}"
+    return SHORT_DTYPE[model.norm.weight.dtype]
 
 
 def comparison(

@@ -10,12 +10,13 @@ from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.drafters.root import RootOnly
 from fastdecode.tokenizer import Tokenizer, load_tokenizer
 from fastdecode.tree_options import TreeBuilder, chain, parse_tree
-from models.checkpoint import find_checkpoint, load_model, read_config
+from models.checkpoint import find_checkpoint, read_config
 from models.config import ModelConfig
 from models.errors import InputError
 from models.head_checkpoint import holds_head, load_head, read_head_config
 from models.head_config import HeadConfig
 from models.transformer import Transformer
+from quantize.network import load_network
 
 DEFAULT_CHAIN = 3
 DEFAULT_TREE = f"chain:{DEFAULT_CHAIN}"
@@ -95,6 +96,6 @@ class DraftPlan:
             return EagleDrafter(load_head(self.path, self.head, target), tree, batch, rows)
         if self.model is not None:
             weight = target.norm.weight
-            model = load_model(self.path, self.model, weight.device, weight.dtype)
+            model = load_network(self.path, self.model, weight.device, weight.dtype, quantized=True)
             return ModelDrafter(model, n_drafted, batch, rows, vocab_size)
         return NgramDrafter(n_drafted) if self.options.draft == "ngram" else RootOnly()

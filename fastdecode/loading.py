@@ -13,9 +13,10 @@ from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_
 from fastdecode.program_cache import stored_programs
 from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
-from models.checkpoint import find_checkpoint, load_model, read_config, read_generation_config
+from models.checkpoint import find_checkpoint, read_config, read_generation_config
 from models.config import ModelConfig
 from models.errors import InputError
+from quantize.network import load_network
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -67,8 +68,6 @@ def load(
     plan = drafting.plan(config, tokenizer)
     if max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
         raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
-    if path.is_file():
-        note(f"{path.name}: stored weights are dequantized to {str(precision).removeprefix('torch.')}.")
     if compile and not can_compile():
         note("No working C++ compiler was found, so rounds run uncompiled and slower; install g++, or set CXX.")
         compile = False
@@ -76,7 +75,7 @@ def load(
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
     preparation = prepare_compiler() if compile and place.type == "cpu" else None
-    network = load_model(path, config, place, precision)
+    network = load_network(path, config, place, precision, quantize != "none", note)
     if preparation is not None:
         preparation.join()
     drafter = plan.build(network, limit, batch, min(tokenizer.vocab_size, config.vocab_size))

@@ -23,7 +23,6 @@ from models.errors import InputError
 from models.fuse import StoredTensor, float_decoder, match
 from models.gguf import read_gguf
 from models.gguf_config import gguf_config, gguf_tensors
-from models.transformer import Transformer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 WANTED = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "*.safetensors"]
@@ -113,14 +112,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def load_model(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
-    """The network of a checkpoint, ready but for its rotary tables. Raises InputError; see `load_weights`."""
-    with torch.device("meta"):
-        network = Transformer(config)
-    load_weights(network, path, config, device, dtype)
-    return network.eval()
-
-
 def load_weights(
     model: nn.Module, path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 ) -> None:
@@ -130,16 +121,32 @@ def load_weights(
     Raises InputError, naming file and tensor, when files are missing or damaged, or do not hold exactly the tensors
     that the model has; the model is then left as it was, on meta.
     """
-    parameters = dict(model.named_parameters())
-    stored = open_tensors(path, config)
+    if config.quantization is not None:
+        raise InputError(
+            f"{path}: quantization_config names {config.quantization!r}, and what is stored so is not read here; give "
+            "the unquantized checkpoint."
+        )
+    fill_parameters(model, open_tensors(path, config), config, device, dtype, str(path))
+
+
+def fill_parameters(
+    model: nn.Module,
+    stored: dict[str, StoredTensor],
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """`load_weights` of the parameters that are still on meta, from `stored`, which belongs to the file `source`."""
+    parameters = {name: p for name, p in model.named_parameters() if p.is_meta}
     spare_head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    pairs = match(stored, parameters, config, str(path))
+    pairs = match(stored, parameters, config, source)
     pairs.sort(key=lambda pair: (pair[0].path, pair[0].offset))  # disks like to be read forwards
 
     filled = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in parameters.items()}
     for tensor, slot in pairs:
         tensor.copy_to(filled[slot.parameter][slot.index])
-    if spare_head is not None:
+    if spare_head is not None and "embed_tokens.weight" in filled:
         _check_tied(spare_head, filled["embed_tokens.weight"])
     set_parameters(model, filled)
 

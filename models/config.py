@@ -96,6 +96,7 @@ class ModelConfig:
     moe_layers: tuple[bool, ...] = ()  # per layer
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None  # what quantized the checkpoint, by its own word
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -199,6 +200,7 @@ class ConfigReader:
             sliding_layers=sliding_layers,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=self.token_ids("eos_token_id"),
+            quantization=self.quantization(),
             **self.experts(family, n_layers),
         )
 
@@ -209,13 +211,15 @@ class ConfigReader:
         activation = self.config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise self.fail("hidden_act", "silu")
-        if self.config.get("quantization_config") is not None:
-            method = self.config["quantization_config"]
-            method = method.get("quant_method", "?") if isinstance(method, Mapping) else "?"
-            raise InputError(
-                f"{self.source}: quantization_config names {str(method)[:40]!r}, a pre-quantized layout that is not "
-                "built yet; give the unquantized checkpoint or a GGUF file."
-            )
+
+    def quantization(self) -> str | None:
+        """What quantized the checkpoint, by its own word; whoever reads the weights knows the words."""
+        value = self.config.get("quantization_config", self.config.get("compression_config"))
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or not isinstance(value.get("quant_method"), str):
+            raise self.fail("quantization_config", "an object with a quant_method")
+        return value["quant_method"]
 
     def windows(self, family: str, n_layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """Which layers attend a sliding window, and its width in positions."""

@@ -11,9 +11,21 @@ from torch import Tensor, nn
 from models.cache import KVCache
 from models.config import ModelConfig
 from models.head_config import HeadConfig
-from models.layers import Attention, DecoderLayer, SwiGLU
+from models.layers import Attention, DecoderLayer, Embedding, Linear, SwiGLU
 from models.rope import rotary_table
 from models.transformer import Hidden
+
+
+class TiedHead(nn.Module):
+    """The target's embedding as lm_head, where the target's own is tied to it."""
+
+    def __init__(self, embedding: nn.Module):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden [B, N, h]` -> `[B, N, vocab]`."""
+        return self.embedding.project(hidden)
 
 
 class DraftHead(nn.Module):
@@ -25,8 +37,8 @@ class DraftHead(nn.Module):
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.layer.vocab_size, config.layer.hidden_size)
-        self.lm_head = nn.Linear(config.layer.hidden_size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = Embedding(config.layer.vocab_size, config.layer.hidden_size)
+        self.lm_head = Linear(config.layer.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("drafted", None, persistent=False)
 
     @property
@@ -88,7 +100,7 @@ class EagleHead(DraftHead):
     def __init__(self, config: HeadConfig):
         super().__init__(config)
         layer = config.layer
-        self.fc = nn.Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.fc_bias)
+        self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(layer, i) for i in range(layer.n_layers))
         self.layers[0].input_layernorm = nn.Identity()
 
@@ -151,7 +163,7 @@ class Eagle3Head(DraftHead):
             self.input_norm = nn.RMSNorm(config.feature_size, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(n_features))
-        self.fc = nn.Linear(config.feature_size, layer.hidden_size, bias=config.fc_bias)
+        self.fc = Linear(config.feature_size, layer.hidden_size, bias=config.fc_bias)
         first = Eagle3Layer(layer, config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(DecoderLayer(layer, i) for i in range(1, layer.n_layers))])
         self.norm = nn.RMSNorm(layer.hidden_size, eps)

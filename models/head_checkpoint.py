@@ -17,10 +17,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from models.checkpoint import open_folder, set_parameters
-from models.eagle import DraftHead, Eagle3Head, EagleHead
+from models.eagle import DraftHead, Eagle3Head, EagleHead, TiedHead
 from models.errors import InputError
 from models.fuse import StoredTensor, match
 from models.head_config import HeadConfig
+from models.layers import Linear
 from models.transformer import Transformer
 
 PICKLE = "pytorch_model.bin"
@@ -102,8 +103,8 @@ def load_head(folder: Path, config: HeadConfig, target: Transformer, dtype: torc
         head.drafted = drafted.to(place)
     _borrow(head, stored, target, folder, dtype)
 
-    missing = {f"{part}.weight" for part in BORROWED if f"{part}.weight" not in stored}
-    parameters = {name: p for name, p in head.named_parameters() if name not in missing}
+    missing = [part for part in BORROWED if f"{part}.weight" not in stored]
+    parameters = {name: p for name, p in head.named_parameters() if name.partition(".")[0] not in missing}
     pairs = match(stored, parameters, config.layer, str(folder))
     filled = {name: torch.empty(p.shape, dtype=dtype, device=place) for name, p in parameters.items()}
     for tensor, slot in pairs:
@@ -130,13 +131,18 @@ def _borrow(head: DraftHead, stored: Stored, target: Transformer, folder: Path, 
         head.embed_tokens = embedding
     if "lm_head.weight" in stored:
         return
-    lm_head = None if target.config.tie_word_embeddings else target.lm_head
-    if lm_head is None or head.drafted is not None:
-        rows = (embedding if lm_head is None else lm_head).weight
-        rows = rows if head.drafted is None else rows[head.drafted]
-        lm_head = nn.Linear(width, head.config.draft_vocab_size, bias=False, device="meta")
-        lm_head.weight = nn.Parameter(rows, requires_grad=False)
-    head.lm_head = lm_head
+    tied = target.config.tie_word_embeddings
+    if head.drafted is None:
+        head.lm_head = TiedHead(embedding) if tied else target.lm_head
+        return
+    if tied:
+        rows = embedding(head.drafted)
+    elif isinstance(target.lm_head, nn.Linear):
+        rows = target.lm_head.weight[head.drafted]
+    else:
+        rows = target.lm_head.dequantize()[head.drafted].to(dtype)
+    head.lm_head = Linear(width, head.config.draft_vocab_size, bias=False, device="meta")
+    head.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def _drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | None:

@@ -59,6 +59,14 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class Embedding(nn.Embedding):
+    """A table of tokens' vectors, `weight [vocab, h]`, that can be the lm_head as well."""
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`hidden [..., h]` -> logits `[..., vocab]`."""
+        return linear(hidden, self.weight)
+
+
 class Attention(nn.Module):
     """Self-attention with rotary positions; optional bias (Qwen2) and per-head norms on q and k (Qwen3).
 

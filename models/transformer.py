@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import ModelConfig
-from models.layers import FEW_ROWS, DecoderLayer, Linear, linear
+from models.layers import FEW_ROWS, DecoderLayer, Embedding, Linear
 from models.rope import rotary_table
 
 
@@ -30,7 +30,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.n_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
@@ -82,8 +82,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [B, N, h]` after the final norm -> `[B, N, V]` in the weights' dtype."""
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden, head.weight)
+        return self.embed_tokens.project(hidden) if self.config.tie_word_embeddings else self.lm_head(hidden)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

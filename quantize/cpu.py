@@ -88,6 +88,26 @@ def unpack(packed: PackedCPU) -> Tensor:
     return w.reshape(n_blocks * BLOCK, n_groups * group)[: packed.out_features]
 
 
+def unpack_rows(packed: PackedCPU, rows: Tensor) -> Tensor:
+    """Rows `[T]` (int64) of the matrix, in fp32: `[T, K]`."""
+    bits, group = packed.bits, packed.group_size
+    found = packed.data[rows // BLOCK]  # [T, groups, bytes]: the row's whole block
+    lane, token = rows % BLOCK, torch.arange(len(rows), device=rows.device)
+    n_constants = found.shape[-1] - BLOCK * group * bits // 8
+    dtype = torch.float16 if n_constants == BLOCK * 2 * (2 if bits == 4 else 1) else torch.float32
+    constants, q = found.split([n_constants, found.shape[-1] - n_constants], dim=-1)
+    constants = constants.contiguous().view(dtype).float().unflatten(-1, (-1, BLOCK))[token, :, :, lane]
+    if bits == 4:
+        q = q.unflatten(-1, (2, -1, 16, 2, 2))[token, :, lane // 16, :, lane % 16]  # [T, groups, vectors, i, j / 2]
+        q = torch.stack((q & 15, q >> 4), dim=-1).movedim(-3, -1).flatten(-3)
+    else:
+        q = q.contiguous().view(torch.int8).unflatten(-1, (2, -1, 16, 4))[token, :, lane // 16, :, lane % 16]
+    w = q.flatten(2).float() * constants[..., :1]
+    if bits == 4:
+        w = w + constants[..., 1:]
+    return w.flatten(1)
+
+
 def linear_reference(x: Tensor, packed: PackedCPU) -> Tensor:
     """What `linear` computes, in plain torch: products and sums in fp32, then x's dtype."""
     return F.linear(x.float(), unpack(packed)).to(x.dtype)

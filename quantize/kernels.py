@@ -99,16 +99,25 @@ def splits_for(n_out: int, n_steps: int) -> int:
 def unpack(packed: Packed, n_columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The matrix `[N, n_columns]` that the kernel multiplies by, in fp32: `dtype` is that of the rows, to which the
     kernel rounds a 4-bit weight (an 8-bit one stays exact, its scale comes after the sum)."""
-    bits, group = bits_and_group(packed.weight, packed.scales)
-    shifts = torch.arange(0, 32, bits, device=packed.weight.device).view(-1, 1)
-    words = packed.weight.transpose(0, 1)[: packed.scales.shape[1]]  # [N, steps, words]
+    return _unpack(packed.weight, packed.scales, n_columns, dtype)
+
+
+def unpack_rows(weight: Tensor, scales: Tensor, n_columns: int, rows: Tensor) -> Tensor:
+    """Rows `[T]` (int64) of the matrix whose `Packed` has these tensors, in fp32: `[T, n_columns]`."""
+    return _unpack(weight[:, rows], scales[:, rows], n_columns, torch.float32)
+
+
+def _unpack(weight: Tensor, scales: Tensor, n_columns: int, dtype: torch.dtype) -> Tensor:
+    bits, group = bits_and_group(weight, scales)
+    shifts = torch.arange(0, 32, bits, device=weight.device).view(-1, 1)
+    words = weight.transpose(0, 1)[: scales.shape[1]]  # [N, steps, words]
     q = (words[:, :, None] >> shifts) & (2**bits - 1)  # [N, steps, fields, words]
     q = q.reshape(q.shape[0], -1, group).float()
     if bits == 8:
-        w = (q - 128) * packed.scales.t()[..., None]
+        w = (q - 128) * scales.t()[..., None]
     else:
-        half = torch.float16 if packed.scales.dtype == torch.int32 else torch.float32
-        scale, minimum = packed.scales.t().contiguous()[..., None].view(half).float().unbind(-1)
+        half = torch.float16 if scales.dtype == torch.int32 else torch.float32
+        scale, minimum = scales.t().contiguous()[..., None].view(half).float().unbind(-1)
         w = (q * scale[..., None] + minimum[..., None]).to(dtype).float()
     return w.reshape(w.shape[0], -1)[:, :n_columns]
 

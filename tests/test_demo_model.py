@@ -9,6 +9,7 @@ import torch
 
 from fastdecode import load
 from fastdecode.benchmark_peers import TransformersPeer
+from quantize.linear import QuantizedLinear
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,7 @@ NEW_TOKENS = 48
 
 @pytest.fixture(scope="module")
 def plain_decoder():
-    return load("smollm2-135m", dtype="float32", device="cpu", compile=False)
+    return load("smollm2-135m", dtype="float32", device="cpu", compile=False, quantize="none")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +46,19 @@ def test_uncompiled_answers_equal_the_reference(plain_decoder, plain_answers, pe
 
 
 def test_compiled_answers_equal_the_uncompiled_ones_greedy_and_sampled(plain_decoder, plain_answers):
-    compiled = load("smollm2-135m", dtype="float32", device="cpu")
+    compiled = load("smollm2-135m", dtype="float32", device="cpu", quantize="none")
     answers = [compiled.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in PROMPTS]
     assert answers == plain_answers
     options = {"max_new_tokens": 24, "temperature": 0.7, "top_p": 0.9, "seed": 4}
     sampled = compiled.generate(PROMPTS[0], **options)
     assert sampled.token_ids == plain_decoder.generate(PROMPTS[0], **options).token_ids != answers[0][:24]
+
+
+def test_the_weights_as_they_are_stored_say_the_same_as_dequantized(plain_answers):
+    quantized = load("smollm2-135m", dtype="float32", device="cpu", compile=False)
+    assert isinstance(quantized.model.layers[0].mlp.down_proj, QuantizedLinear)
+    answers = [quantized.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in PROMPTS]
+    assert answers == plain_answers
 
 
 def test_its_own_copy_as_a_draft_changes_nothing_and_is_always_right(plain_decoder, plain_answers):

@@ -43,7 +43,7 @@ REFUSED = [
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"logit_scale": 0.5}, "logit_scale"),
     ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"hidden_size": None}, "hidden_size"),
     ({"hidden_size": 65}, "hidden_size"),
     ({"hidden_size": "64"}, "hidden_size"),

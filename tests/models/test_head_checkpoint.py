@@ -153,7 +153,7 @@ def test_a_head_without_lm_head_takes_the_drafted_rows_of_the_targets(eagle3, ti
 def test_eagle1_shares_the_lm_head_of_a_tied_target(eagle1, tmp_path):
     target = target_for(eagle1.config, tie_word_embeddings=True)
     head = load(write_head(tmp_path, eagle1.config, eagle1.weights), target)
-    assert head.lm_head.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
+    assert head.lm_head.embedding is target.embed_tokens
     state = torch.randn(1, 3, 64)
     assert torch.equal(head.logits(state), target.logits(state))
 

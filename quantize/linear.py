@@ -1,0 +1,106 @@
+"""Layers on quantized weights: what stands in a network where a float matrix stood.
+
+Their parameters are packed for one device at load and never written back; a file is always the portable form.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from quantize import cpu, kernels
+from quantize.storage import Quantized
+
+
+class QuantizedLinear(nn.Module):
+    """`y = x wᵀ + bias` with `w [out, in]` in 4 or 8 bits, packed for `device`; see `operators_available`.
+
+    `column_order [in]` int64: the columns of `w` are these of the layer's own (act-order files); None: in order.
+    """
+
+    def __init__(
+        self, weight: Quantized, device: torch.device, bias: Tensor | None = None, column_order: Tensor | None = None
+    ):
+        super().__init__()
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.out_features, self.in_features = weight.shape
+        self.on_cuda = device.type == "cuda"
+        if self.on_cuda:
+            on_card = Quantized(*(part.to(device) if isinstance(part, Tensor) else part for part in weight_parts(weight)))
+            packed = kernels.pack(on_card)
+            self.data = nn.Parameter(packed.weight, requires_grad=False)
+            self.scales = nn.Parameter(packed.scales, requires_grad=False)
+        else:
+            self.data = nn.Parameter(cpu.pack(weight).data, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("column_order", column_order, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., in]` -> `[..., out]` of the same dtype; each row's sum in an order of its own, whatever stands
+        beside it."""
+        if self.column_order is not None:
+            x = x[..., self.column_order]
+        if self.on_cuda:
+            y = torch.ops.fastdecode.quantized_linear(x, self.data, self.scales)
+        elif x.dtype == torch.float16:  # not one of the operator's dtypes
+            y = cpu.linear(x.float(), self.packed).to(x.dtype)
+        else:
+            y = cpu.linear(x, self.packed)
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def packed(self) -> cpu.PackedCPU:
+        """The matrix as the CPU's operator takes it."""
+        return cpu.PackedCPU(self.data, self.bits, self.out_features, self.group_size)
+
+    def dequantize(self) -> Tensor:
+        """The matrix that this stands for, fp32 `[out, in]`, its columns in the layer's own order."""
+        if self.on_cuda:
+            w = kernels.unpack(kernels.Packed(self.data, self.scales), self.in_features)
+        else:
+            w = cpu.unpack(self.packed)
+        return w if self.column_order is None else w[:, self.column_order.argsort()]
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, int{self.bits} g{self.group_size}"
+
+
+class QuantizedEmbedding(nn.Module):
+    """Rows of an int8 (or int4) table `[vocab, h]`, looked up in `dtype`; tied, it is the lm_head as well.
+
+    One packed matrix serves both: a row is unpacked where it is looked up.
+    """
+
+    def __init__(self, weight: Quantized, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.table = QuantizedLinear(weight, device)
+        self.dtype = dtype
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`token_ids [B, N]` int64 -> `[B, N, h]`."""
+        table = self.table
+        if table.on_cuda:
+            rows = kernels.unpack_rows(table.data, table.scales, table.in_features, token_ids.flatten())
+        else:
+            rows = cpu.unpack_rows(table.packed, token_ids.flatten())
+        return rows.to(self.dtype).view(*token_ids.shape, -1)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`hidden [..., h]` -> `[..., vocab]`: the table as lm_head."""
+        return self.table(hidden)
+
+
+def weight_parts(weight: Quantized) -> tuple:
+    """The fields of a Quantized, in their order."""
+    return weight.bits, weight.group_size, weight.q, weight.scale, weight.minimum
+
+
+def operators_available(device: torch.device) -> bool:
+    """Whether `device` has an operator for quantized weights; the first call on a CPU builds it."""
+    return kernels.available(device) if device.type == "cuda" else cpu.available()
+
+
+def concatenated(parts: list[Quantized]) -> Quantized:
+    """Matrices `[out_i, in]` of the same bits and groups, one below the other."""
+    first = parts[0]
+    minimum = None if first.minimum is None else torch.cat([part.minimum for part in parts])
+    q, scale = torch.cat([part.q for part in parts]), torch.cat([part.scale for part in parts])
+    return Quantized(first.bits, first.group_size, q, scale, minimum)

@@ -1,0 +1,158 @@
+"""A network on the weights that a checkpoint has quantized: matrices as they are stored, the rest as floats.
+
+Each source of matrices (a GGUF file, the portable form, GPTQ, AWQ, compressed-tensors) is read one matrix at a time,
+and packed for the device.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.checkpoint import fill_parameters, open_tensors, set_parameters
+from models.config import ModelConfig
+from models.fuse import StoredTensor, slots
+from models.transformer import Transformer
+from quantize.importers import GGUF_TYPES, Imported, read_gguf_matrix, read_matrix, read_quantization, split_tensors
+from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated, operators_available
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantized matrix in a checkpoint: its name there (no leading "model."), and how to read it."""
+
+    name: str
+    read: Callable[[], Imported]
+
+
+def load_network(
+    path: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantized: bool,
+    note: Note = lambda sentence: None,
+) -> Transformer:
+    """The network of a checkpoint, ready but for its rotary tables.
+
+    `quantized`: keep matrices in the bits in which they are stored, where `device` has an operator for them; else
+    everything is in `dtype`. `note` receives a sentence where that cannot be. Raises InputError as `load_weights` does.
+    """
+    with torch.device("meta"):
+        network = Transformer(config)
+    stored = open_tensors(path, config)
+    matrices = {m.name: m for m in quantized_matrices(path, config, stored, network)}
+    if matrices and quantized and not operators_available(device):
+        note("There is no operator for quantized weights here, so they are dequantized; install g++, or set CXX.")
+        quantized = False
+    for name, parts in whole_parameters(network, config, matrices).items():
+        imported = [part.read() for part in parts]
+        if quantized and alike(imported):
+            replace_module(network, name, imported, device, dtype)
+            continue
+        if quantized:
+            note(f"{name}: its parts are quantized differently, so it is dequantized.")
+        values = torch.cat([dequantized(part).to(dtype) for part in imported])
+        set_parameters(network, {name: values.to(device)})
+    fill_parameters(network, stored, config, device, dtype, str(path))
+    return network.eval()
+
+
+def quantized_matrices(
+    path: Path, config: ModelConfig, stored: dict[str, StoredTensor], network: Transformer
+) -> Iterator[Matrix]:
+    """The matrices of a checkpoint that it has in 4 or 8 bits, which are taken out of `stored`.
+
+    Raises InputError for a layout that cannot be read.
+    """
+    parameters = dict(network.named_parameters())
+    places = slots(parameters, config)
+    if not path.is_dir():
+        for name, tensor in list(stored.items()):
+            place = places.get(name)
+            part = None if place is None else parameters[place.parameter][place.index]
+            if part is not None and part.dim() == 2 == parameters[place.parameter].dim() and (
+                tensor.dtype in GGUF_TYPES and tensor.shape == part.shape
+            ):
+                del stored[name]
+                yield Matrix(name, lambda tensor=tensor: Imported(read_gguf_matrix(tensor), None))
+    elif config.quantization == "fastdecode":
+        from quantize.files import read_quantized
+
+        for name, source in read_quantized(path, stored).items():
+            name = name.removeprefix("model.")
+            yield Matrix(name, lambda source=source: Imported(source.read(), None))
+    elif config.quantization is not None:
+        file = path / "config.json"
+        scheme = read_quantization(json.loads(file.read_text(encoding="utf-8")), str(file))
+        layers, rest = split_tensors(stored, scheme)
+        stored.clear()
+        stored.update(rest)
+        for name, parts in layers.items():
+            place = places.get(f"{name}.weight")
+            if place is None:  # let the float tensors' check name it
+                stored.update(parts.tensors)
+                continue
+            shape = tuple(parameters[place.parameter][place.index].shape)
+            yield Matrix(f"{name}.weight", partial(read_matrix, parts, scheme, shape))
+
+
+def whole_parameters(
+    network: Transformer, config: ModelConfig, matrices: dict[str, Matrix]
+) -> dict[str, list[Matrix]]:
+    """Per parameter of the network, the matrices that it consists of, from its first row on.
+
+    Parameters of which some part is missing, or that stack experts, are not among them: those matrices stay floats.
+    """
+    parameters = dict(network.named_parameters())
+    found: dict[str, list[tuple[int, int, Matrix]]] = {}
+    for name, place in slots(parameters, config).items():
+        if name in matrices:
+            rows = range(parameters[place.parameter].shape[0])[place.index[0] if place.index else slice(None)]
+            found.setdefault(place.parameter, []).append((rows.start, len(rows), matrices[name]))
+    whole = {}
+    for name, parts in found.items():
+        parts.sort(key=lambda part: part[0])
+        if sum(count for _, count, _ in parts) == parameters[name].shape[0]:
+            whole[name] = [matrix for *_, matrix in parts]
+    return whole
+
+
+def alike(parts: list[Imported]) -> bool:
+    """Whether matrices can be one: the same bits, groups, and order of columns."""
+    first = parts[0]
+    return all(
+        (part.weight.bits, part.weight.group_size) == (first.weight.bits, first.weight.group_size)
+        and (part.column_order is None) == (first.column_order is None)
+        and (part.column_order is None or torch.equal(part.column_order, first.column_order))
+        for part in parts
+    )
+
+
+def dequantized(part: Imported) -> Tensor:
+    """The matrix that an import stands for, fp32, its columns in the layer's own order."""
+    w = part.weight.dequantize()
+    return w if part.column_order is None else w[:, part.column_order.argsort()]
+
+
+def replace_module(
+    network: nn.Module, name: str, parts: list[Imported], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Put a quantized layer where the module of the parameter `name` was; a bias is left to be filled."""
+    module_name = name.removesuffix(".weight")
+    parent, _, attribute = module_name.rpartition(".")
+    old = network.get_submodule(module_name)
+    weight = concatenated([part.weight for part in parts])
+    if isinstance(old, nn.Embedding):
+        new: nn.Module = QuantizedEmbedding(weight, device, dtype)
+    else:
+        order = parts[0].column_order
+        new = QuantizedLinear(weight, device, column_order=None if order is None else order.to(device))
+        new.bias = old.bias
+    setattr(network.get_submodule(parent), attribute, new)
