@@ -17,6 +17,7 @@ from models.checkpoint import find_checkpoint, read_config, read_generation_conf
 from models.config import ModelConfig
 from models.errors import InputError
 from quantize.network import load_network
+from quantize.on_the_fly import BITS, quantized_copy
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -75,7 +76,8 @@ def load(
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
     preparation = prepare_compiler() if compile and place.type == "cpu" else None
-    network = load_network(path, config, place, precision, quantize != "none", note)
+    weights = quantized_copy(path, config, quantize, note) if quantize in BITS else path
+    network = load_network(weights, read_config(weights), place, precision, quantize != "none", note)
     if preparation is not None:
         preparation.join()
     drafter = plan.build(network, limit, batch, min(tokenizer.vocab_size, config.vocab_size))
@@ -96,7 +98,7 @@ def load(
 def check_what_is_built(*, quantize: str, kv_cache: str) -> None:
     """Refuse, in a sentence, options whose work is not built yet: InputError."""
     for option, value, accepted in (
-        ("--quantize", quantize, ("auto", "none")),
+        ("--quantize", quantize, ("auto", "none", *BITS)),
         ("--kv-cache", kv_cache, ("auto",)),
     ):
         if value not in accepted:

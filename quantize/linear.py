@@ -24,8 +24,7 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.on_cuda = device.type == "cuda"
         if self.on_cuda:
-            on_card = Quantized(*(part.to(device) if isinstance(part, Tensor) else part for part in weight_parts(weight)))
-            packed = kernels.pack(on_card)
+            packed = kernels.pack(on_device(weight, device))
             self.data = nn.Parameter(packed.weight, requires_grad=False)
             self.scales = nn.Parameter(packed.scales, requires_grad=False)
         else:
@@ -88,9 +87,10 @@ class QuantizedEmbedding(nn.Module):
         return self.table(hidden)
 
 
-def weight_parts(weight: Quantized) -> tuple:
-    """The fields of a Quantized, in their order."""
-    return weight.bits, weight.group_size, weight.q, weight.scale, weight.minimum
+def on_device(weight: Quantized, device: torch.device) -> Quantized:
+    """The same matrix on `device`."""
+    minimum = None if weight.minimum is None else weight.minimum.to(device)
+    return Quantized(weight.bits, weight.group_size, weight.q.to(device), weight.scale.to(device), minimum)
 
 
 def operators_available(device: torch.device) -> bool:

@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import fill_parameters, open_tensors, set_parameters
+from models.checkpoint import fill_parameters, open_tensors
 from models.config import ModelConfig
 from models.fuse import StoredTensor, slots
+from models.layers import Experts
 from models.transformer import Transformer
+from quantize.experts import QuantizedExperts, QuantizedStack
 from quantize.importers import GGUF_TYPES, Imported, read_gguf_matrix, read_matrix, read_quantization, split_tensors
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated, operators_available
 
@@ -25,10 +27,34 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantized matrix in a checkpoint: its name there (no leading "model."), and how to read it."""
+    """A quantized matrix in a checkpoint: its name there (no leading "model."), its shape, and how to read it."""
 
     name: str
+    shape: tuple[int, ...]
     read: Callable[[], Imported]
+
+
+@dataclass(frozen=True)
+class DequantizedTensor:
+    """A quantized matrix with the face of a StoredTensor: what it stands for, as floats."""
+
+    path: Path
+    matrix: Matrix
+    offset: int = 0
+    dtype: str = "quantized"
+    decode: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.matrix.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def copy_to(self, target: Tensor) -> None:
+        """Fill `target`, of this shape and any dtype and device."""
+        target.copy_(dequantized(self.matrix.read()))
 
 
 def load_network(
@@ -51,15 +77,17 @@ def load_network(
     if matrices and quantized and not operators_available(device):
         note("There is no operator for quantized weights here, so they are dequantized; install g++, or set CXX.")
         quantized = False
-    for name, parts in whole_parameters(network, config, matrices).items():
-        imported = [part.read() for part in parts]
-        if quantized and alike(imported):
-            replace_module(network, name, imported, device, dtype)
-            continue
-        if quantized:
-            note(f"{name}: its parts are quantized differently, so it is dequantized.")
-        values = torch.cat([dequantized(part).to(dtype) for part in imported])
-        set_parameters(network, {name: values.to(device)})
+    if quantized:
+        for name, parts in whole_parameters(network, config, matrices).items():
+            imported = [part.read() for part in parts]
+            if alike(imported):
+                replace_module(network, name, imported, device, dtype)
+                for part in parts:
+                    del matrices[part.name]
+            else:
+                note(f"{name}: its parts are quantized differently, so it is dequantized.")
+        quantize_experts(network, config, matrices, device)
+    stored |= {name: DequantizedTensor(path, matrix) for name, matrix in matrices.items()}
     fill_parameters(network, stored, config, device, dtype, str(path))
     return network.eval()
 
@@ -81,13 +109,13 @@ def quantized_matrices(
                 tensor.dtype in GGUF_TYPES and tensor.shape == part.shape
             ):
                 del stored[name]
-                yield Matrix(name, lambda tensor=tensor: Imported(read_gguf_matrix(tensor), None))
+                yield Matrix(name, tensor.shape, lambda tensor=tensor: Imported(read_gguf_matrix(tensor), None))
     elif config.quantization == "fastdecode":
         from quantize.files import read_quantized
 
         for name, source in read_quantized(path, stored).items():
             name = name.removeprefix("model.")
-            yield Matrix(name, lambda source=source: Imported(source.read(), None))
+            yield Matrix(name, source.shape, lambda source=source: Imported(source.read(), None))
     elif config.quantization is not None:
         file = path / "config.json"
         scheme = read_quantization(json.loads(file.read_text(encoding="utf-8")), str(file))
@@ -100,7 +128,7 @@ def quantized_matrices(
                 stored.update(parts.tensors)
                 continue
             shape = tuple(parameters[place.parameter][place.index].shape)
-            yield Matrix(f"{name}.weight", partial(read_matrix, parts, scheme, shape))
+            yield Matrix(f"{name}.weight", shape, partial(read_matrix, parts, scheme, shape))
 
 
 def whole_parameters(
@@ -108,12 +136,12 @@ def whole_parameters(
 ) -> dict[str, list[Matrix]]:
     """Per parameter of the network, the matrices that it consists of, from its first row on.
 
-    Parameters of which some part is missing, or that stack experts, are not among them: those matrices stay floats.
+    Parameters of which some part is missing, or that stack experts, are not among them.
     """
     parameters = dict(network.named_parameters())
     found: dict[str, list[tuple[int, int, Matrix]]] = {}
     for name, place in slots(parameters, config).items():
-        if name in matrices:
+        if name in matrices and parameters[place.parameter].dim() == 2:
             rows = range(parameters[place.parameter].shape[0])[place.index[0] if place.index else slice(None)]
             found.setdefault(place.parameter, []).append((rows.start, len(rows), matrices[name]))
     whole = {}
@@ -122,6 +150,37 @@ def whole_parameters(
         if sum(count for _, count, _ in parts) == parameters[name].shape[0]:
             whole[name] = [matrix for *_, matrix in parts]
     return whole
+
+
+def quantize_experts(
+    network: Transformer, config: ModelConfig, matrices: dict[str, Matrix], device: torch.device
+) -> None:
+    """Put quantized stacks where all matrices of a layer's experts are among `matrices`, and take them out of there."""
+    parameters = dict(network.named_parameters())
+    parts: dict[str, dict[int, list[tuple[int, Matrix]]]] = {}  # by parameter and expert
+    for name, place in slots(parameters, config).items():
+        if name in matrices and len(place.index) == 2 and isinstance(place.index[0], int):
+            start = place.index[1].start or 0
+            found = parts.setdefault(place.parameter, {})
+            found.setdefault(place.index[0], []).append((start, matrices[name]))
+    for name, module in list(network.named_modules()):
+        stacks, used = [], []
+        for attribute in ("gate_up_proj", "down_proj") if isinstance(module, Experts) else ():
+            parameter = f"{name}.{attribute}"
+            experts = [[m for _, m in sorted(parts.get(parameter, {}).get(e, []), key=lambda part: part[0])]
+                       for e in range(module.down_proj.shape[0])]
+            if any(sum(m.shape[0] for m in expert) != parameters[parameter].shape[1] for expert in experts):
+                break
+            imported = [[m.read() for m in expert] for expert in experts]
+            if not alike([part for expert in imported for part in expert]) or imported[0][0].column_order is not None:
+                break
+            stacks.append(QuantizedStack([concatenated([p.weight for p in expert]) for expert in imported], device))
+            used += [m.name for expert in experts for m in expert]
+        if len(stacks) == 2:
+            parent, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(parent), attribute, QuantizedExperts(*stacks))
+            for matrix_name in used:
+                del matrices[matrix_name]
 
 
 def alike(parts: list[Imported]) -> bool:

@@ -1,0 +1,53 @@
+"""`--quantize int4` and `int8` of a checkpoint that is neither: quantized once, and kept in the user's cache."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from models.checkpoint import open_tensors
+from models.config import ModelConfig
+from models.download import cache_folder
+from models.errors import InputError
+from quantize.importers import GGUF_TYPES
+from quantize.pipeline import quantize_checkpoint
+from quantize.plan import Options, plan_model
+
+BITS = {"int4": 4, "int8": 8}
+GGUF_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+
+
+def quantized_copy(path: Path, config: ModelConfig, how: str, note: Callable[[str], None]) -> Path:
+    """The checkpoint `path` in the bits that `how` (int4, int8) says: itself, where it is stored so, else a copy in the
+    cache, made now if it is not there yet. Nothing is left of one that was interrupted.
+
+    Raises InputError for a checkpoint that is quantized otherwise, and where no group size fits.
+    """
+    bits = BITS[how]
+    if config.quantization is not None or stored_bits(path, config) == bits:
+        return path  # what a quantized folder holds is its own affair; load_network reads it
+    options = Options(bits, 32, "als", (), "8")
+    copy = cache_folder() / "quantized" / f"{path.stem}-{how}-{fingerprint(path, options)}"
+    if not (copy / "config.json").is_file():
+        plan = plan_model(path, options)
+        note(f"Quantizing to {how}, once: {copy} keeps the result.")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        quantize_checkpoint(plan, copy, options, files=None if path.is_dir() else {})
+    return copy
+
+
+def stored_bits(path: Path, config: ModelConfig) -> int | None:
+    """Bits of all matrices in the layers of a GGUF file, where they are the same and can be used as they are."""
+    if path.is_dir():
+        return None
+    kinds = {t.dtype for name, t in open_tensors(path, config).items() if "layers." in name and len(t.shape) >= 2}
+    bits = {GGUF_BITS.get(kind) for kind in kinds}
+    return bits.pop() if len(bits) == 1 and kinds <= set(GGUF_TYPES) else None
+
+
+def fingerprint(path: Path, options: Options) -> str:
+    """Which checkpoint this is, without reading it whole: the place, size and time of its weights, and the options."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{path}: has no safetensors files to quantize.")
+    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((seen, options)).encode()).hexdigest()[:24]
