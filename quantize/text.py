@@ -1,0 +1,131 @@
+"""Texts: what gptq calibrates on, and what perplexity before and after is measured on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.checkpoint import load_model, open_folder, set_parameters
+from models.config import ModelConfig
+from models.errors import InputError
+from models.fuse import match
+from models.transformer import Transformer
+from quantize.files import QuantizedSource, read_quantized
+from quantize.perplexity import perplexity
+
+SHIPPED = Path(__file__).with_name("evaluation.txt")
+MOST_CHARACTERS = 4_000_000  # read of a calibration file; it takes far fewer to fill the rows
+ROW, MOST_TOKENS = 512, 32768  # tokens of a calibration row, and of all
+FEWEST = 32  # tokens of a text that calibration can learn anything from
+CONTEXT = 1024  # tokens of a window of perplexity
+MARK = "\u2402"  # stands for a message whose place in a template is wanted
+
+
+def read_text(file: Path, option: str, most: int = -1) -> str:
+    """A text file, or its first `most` characters. Raises InputError, naming the option, when it cannot be read."""
+    try:
+        with open(file, encoding="utf-8-sig") as opened:
+            text = opened.read(most)
+    except OSError as error:
+        raise InputError(f"{option} {file}: cannot be read ({error.strerror or error}).") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option} {file}: is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    if not text.strip():
+        raise InputError(f"{option} {file}: holds no text.")
+    return text
+
+
+def rows_of(ids: Sequence[int], source: str, row: int = ROW, most: int = MOST_TOKENS) -> Tensor:
+    """Token ids of texts, one after another, as rows `[n, row]` of at most `most` tokens, taken evenly from all of
+    them; a single shorter row for fewer than `row`. Raises InputError, naming `source`, for too few."""
+    if len(ids) < FEWEST:
+        raise InputError(f"{source}: has {len(ids)} tokens to calibrate on; give {FEWEST} or more.")
+    row = min(row, len(ids))
+    rows = torch.tensor(ids[: len(ids) // row * row]).view(-1, row)
+    wanted = max(1, most // row)
+    return rows if len(rows) <= wanted else rows[torch.linspace(0, len(rows) - 1, wanted).long()]
+
+
+def own_texts(decoder: Any, count: int, length: int, seed: int = 0) -> list[int]:
+    """Token ids of `count` texts of about `length` tokens that the model itself makes up at temperature 1.
+
+    With a chat template: it writes the user's message from the template's opening, and then answers it. Else, it goes
+    on from BOS. Raises InputError for a model with neither. `decoder`: a fastdecode Decoder.
+    """
+    sampling = {"temperature": 1.0, "seed": seed}
+    tokenizer, ids = decoder.tokenizer, []
+    if tokenizer.chat_template is None:
+        if tokenizer.bos_token_id is None:
+            raise InputError("The model has neither BOS nor chat template to begin a text; give --calibration FILE.")
+        for result in decoder.generate([""] * count, raw=True, max_new_tokens=length, **sampling):
+            ids += [tokenizer.bos_token_id, *result.token_ids]
+        return ids
+    opening = tokenizer._template.render([{"role": "user", "content": MARK}], False, tokenizer._special_tokens)
+    opening = opening.partition(MARK)[0]
+    asked = decoder.generate([opening] * count, raw=True, max_new_tokens=max(1, length // 4), **sampling)
+    messages = [[{"role": "user", "content": result.text.strip() or "Hello."}] for result in asked]
+    for message, result in zip(messages, decoder.generate(messages, max_new_tokens=length, **sampling), strict=True):
+        ids += [*decoder.encode(message), *result.token_ids]
+    return ids
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """A quantized matrix with the face of a StoredTensor of floats."""
+
+    source: QuantizedSource
+    dtype: str = "F32"
+    decode: bool = True
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.source.shape
+
+    @property
+    def offset(self) -> int:
+        return self.source.parts[0].offset
+
+    def copy_to(self, target: Tensor) -> None:
+        """Fill `target` with what the matrix stands for."""
+        target.copy_(self.source.read().dequantize())
+
+
+def load_dequantized(
+    path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> Transformer:
+    """The network of a quantized checkpoint, its weights as floats. Raises InputError for damaged files."""
+    with torch.device("meta"):
+        network = Transformer(config)
+    stored = open_folder(path)
+    sources = {name: Dequantized(source) for name, source in read_quantized(path, stored).items()}
+    parameters = dict(network.named_parameters())
+    filled = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in parameters.items()}
+    for tensor, slot in match({**stored, **sources}, parameters, config, str(path)):
+        tensor.copy_to(filled[slot.parameter][slot.index])
+    set_parameters(network, filled)
+    return network.eval()
+
+
+def perplexity_before_and_after(
+    source: Path, out: Path, config: ModelConfig, ids: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Of the checkpoint `source` and its quantized form `out`, both as floats of `dtype`, on one text."""
+    context = min(CONTEXT, config.max_position_embeddings)
+    found = []
+    for path, load in ((source, load_model), (out, load_dequantized)):
+        network = load(path, config, device, dtype)
+        network.set_rotary(context)
+        found.append(perplexity(network, torch.tensor(ids), context))
+        del network
+    return found[0], found[1]
