@@ -19,6 +19,7 @@ from models.fuse import StoredTensor, slots
 from models.layers import Experts
 from models.transformer import Transformer
 from quantize.experts import QuantizedExperts, QuantizedStack
+from quantize.files import read_quantized
 from quantize.importers import GGUF_TYPES, Imported, read_gguf_matrix, read_matrix, read_quantization, split_tensors
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated, operators_available
 
@@ -111,8 +112,6 @@ def quantized_matrices(
                 del stored[name]
                 yield Matrix(name, tensor.shape, lambda tensor=tensor: Imported(read_gguf_matrix(tensor), None))
     elif config.quantization == "fastdecode":
-        from quantize.files import read_quantized
-
         for name, source in read_quantized(path, stored).items():
             name = name.removeprefix("model.")
             yield Matrix(name, source.shape, lambda source=source: Imported(source.read(), None))

@@ -15,7 +15,9 @@ from fastdecode import load
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.loading import read_config
 from models.errors import InputError
+from models.layers import Experts
 from quantize import cpu, kernels
+from quantize.experts import QuantizedExperts
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated
 from quantize.methods import quantize_matrix
 from quantize.network import load_network
@@ -186,6 +188,55 @@ def test_a_compiled_round_on_quantized_weights_says_the_same(folders):
     for n in (1, 40):
         options = {"raw": True, "max_new_tokens": 24}
         assert compiled.generate(text_of(n), **options).token_ids == plain.generate(text_of(n), **options).token_ids
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mixtral", "qwen3-moe", "llama-biased"])
+@pytest.mark.parametrize("how", ["int4", "int8"])
+def test_quantizing_on_the_fly_happens_once_and_means_what_it_stores(tmp_path, monkeypatch, family, how):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    experts = {"moe_intermediate_size": 32} if family == "qwen3-moe" else {}
+    tiny_checkpoint(tmp_path / "model", family, **SIZES, **experts)
+    notes, options = [], {"raw": True, "max_new_tokens": 24}
+    first = decoder(tmp_path / "model", quantize=how, note=notes.append)
+    answers = [first.generate(text_of(n), **options).token_ids for n in (3, 40)]
+    copies = list((tmp_path / "cache" / "fastdecode" / "quantized").iterdir())
+    assert len(copies) == 1 and len(notes) == 1 and str(copies[0]) in notes[0]
+    monkeypatch.setattr("quantize.on_the_fly.quantize_checkpoint", None)
+    again = decoder(tmp_path / "model", quantize=how, note=notes.append)
+    assert [again.generate(text_of(n), **options).token_ids for n in (3, 40)] == answers and len(notes) == 1
+    kinds = {type(m) for m in again.model.modules()} & {QuantizedLinear, QuantizedExperts, QuantizedEmbedding, Experts}
+    moe = family in ("mixtral", "qwen3-moe")
+    assert kinds == {QuantizedLinear, QuantizedEmbedding} | ({QuantizedExperts} if moe else set())
+    floats = load_network(copies[0], read_config(copies[0]), CPU, torch.float32, quantized=False)
+    assert {type(m) for m in floats.modules()} & {QuantizedLinear, QuantizedExperts, QuantizedEmbedding} == set()
+    ids = torch.tensor([first.encode(text_of(40), raw=True)])
+    for network in (again.model, floats):
+        network.set_rotary(64)
+    ours, theirs = (logits_of(network, ids) for network in (again.model, floats))
+    assert torch.allclose(ours, theirs, atol=2e-5 * theirs.abs().max().item())
+    few = slice(0, 3)  # experts take another way there
+    ours, theirs = (logits_of(network, ids[:, few]) for network in (again.model, floats))
+    assert torch.allclose(ours, theirs, atol=2e-5 * theirs.abs().max().item())
+
+
+def logits_of(network, ids):
+    rows = torch.arange(ids.shape[1])
+    cache = network.new_cache(1, ids.shape[1] + 1)
+    return network.logits(network(ids, rows[None], rows[None], (rows <= rows[:, None])[None], rows[None], cache).last)
+
+
+def test_an_interrupted_copy_leaves_nothing_and_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny_checkpoint(tmp_path / "model", **SIZES)
+
+    def interrupted(self, name, value):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("quantize.writer.CheckpointWriter.add", interrupted)
+        decoder(tmp_path / "model", quantize="int4")
+    assert not any((tmp_path / "cache").rglob("*.safetensors"))
+    assert isinstance(decoder(tmp_path / "model", quantize="int4").model.layers[0].mlp.down_proj, QuantizedLinear)
 
 
 class _Plan:
