@@ -70,7 +70,7 @@ class Benchmark:
         set_threads(args.threads)
         # A head or tree that does not fit is refused before weights are read.
         path = find_checkpoint(args.model)
-        self.plan = drafting.plan(read_config(path), load_tokenizer(path))
+        self.plan = drafting.plan(read_config(path), load_tokenizer(path), path)
 
     def run(self) -> dict[str, Any]:
         """Measure, printing the predicted ceiling on stdout before the rates; returns the JSON object."""

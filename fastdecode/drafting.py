@@ -13,10 +13,10 @@ from fastdecode.tree_options import TreeBuilder, chain, parse_tree
 from models.checkpoint import find_checkpoint, read_config
 from models.config import ModelConfig
 from models.errors import InputError
-from models.head_checkpoint import holds_head, load_head, read_head_config
+from models.head_checkpoint import holds_head, read_head_config
 from models.head_config import HeadConfig
 from models.transformer import Transformer
-from quantize.network import load_network
+from quantize.network import load_draft_head, load_network
 
 DEFAULT_CHAIN = 3
 DEFAULT_TREE = f"chain:{DEFAULT_CHAIN}"
@@ -29,30 +29,38 @@ class DraftOptions:
     draft: str
     tree: TreeBuilder
     rope_theta: float | None
+    tree_name: str = "auto"
 
     @staticmethod
     def parse(draft: str, tree: str, rope_theta: str | float | None) -> "DraftOptions":
         """Raises InputError for a tree that is none, or that the named draft cannot grow."""
         builder = chain(DEFAULT_CHAIN) if tree == "auto" else parse_tree(tree)
-        if draft in ("auto", "none") and tree != "auto":
-            raise InputError(f"--tree {tree} needs a draft; give --draft ngram, or the folder of a head or model.")
+        if draft == "none" and tree != "auto":
+            raise _needs_draft(tree)
         if draft == "ngram" and not builder.chain:
             raise InputError(f"--draft ngram takes chains only, found --tree {tree}; give chain:K.")
         if rope_theta is None:
-            return DraftOptions(draft, builder, None)
+            return DraftOptions(draft, builder, None, tree)
         if draft in ("auto", "none", "ngram"):
             raise InputError("--draft-rope-theta is for draft heads; give the folder of one as --draft.")
         try:
-            return DraftOptions(draft, builder, float(rope_theta))
+            return DraftOptions(draft, builder, float(rope_theta), tree)
         except ValueError:
             raise InputError(f"--draft-rope-theta should be a number, found {rope_theta!r}.") from None
 
-    def plan(self, target: ModelConfig, tokenizer: Tokenizer) -> "DraftPlan":
+    def plan(self, target: ModelConfig, tokenizer: Tokenizer, folder: Path) -> "DraftPlan":
         """Find the head or model that is named, if one is, and check it against the target; reads no weights.
+
+        `auto` is the head in `draft/` inside the target's own `folder`, where there is one.
 
         Raises InputError: for a head with both numbers where they differ, for a model of another tokenizer, and for a
         tree that it cannot grow.
         """
+        if self.draft == "auto" and holds_head(folder / "draft"):
+            own = folder / "draft"
+            return DraftPlan(self, own, head=read_head_config(own).fitted_to(target, str(own)))
+        if self.draft == "auto" and self.tree_name != "auto":
+            raise _needs_draft(self.tree_name)
         if self.draft in ("auto", "none", "ngram"):
             return DraftPlan(self)
         path = find_checkpoint(self.draft, also_wanted=["pytorch_model.bin"])  # most EAGLE-1 heads are pickles
@@ -85,7 +93,7 @@ class DraftPlan:
     @property
     def drafts(self) -> bool:
         """Whether anything is drafted."""
-        return self.options.draft not in ("auto", "none")
+        return self.head is not None or self.options.draft not in ("auto", "none")
 
     def build(self, target: Transformer, max_seq_len: int, batch: int, vocab_size: int) -> Drafter:
         """The drafter for `batch` texts of `max_seq_len` tokens with ids below `vocab_size`. Raises InputError for
@@ -93,9 +101,13 @@ class DraftPlan:
         tree = self.options.tree
         n_drafted, rows = tree.n_nodes - 1, cache_rows_for(max_seq_len, tree.n_nodes)
         if self.head is not None:
-            return EagleDrafter(load_head(self.path, self.head, target), tree, batch, rows)
+            return EagleDrafter(load_draft_head(self.path, self.head, target), tree, batch, rows)
         if self.model is not None:
             weight = target.norm.weight
             model = load_network(self.path, self.model, weight.device, weight.dtype, quantized=True)
             return ModelDrafter(model, n_drafted, batch, rows, vocab_size)
         return NgramDrafter(n_drafted) if self.options.draft == "ngram" else RootOnly()
+
+
+def _needs_draft(tree: str) -> InputError:
+    return InputError(f"--tree {tree} needs a draft; give --draft ngram, or the folder of a head or model.")

@@ -44,9 +44,9 @@ def load(
 ) -> Decoder:
     """Build a Decoder for `model`: a folder, a `.gguf` file, a hub id, or `smollm2-135m`.
 
-    `draft`: auto (none yet), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto
-    (a chain of 3), chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base
-    for the head.
+    `draft`: auto (the head in `draft/` of the model's folder, if any), none, ngram, or the folder or hub id of an EAGLE
+    head or of a small model; `tree`: auto (a chain of 3), chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL;
+    `draft_rope_theta`: another rotary base for the head.
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
     `batch`: texts decoded at a time. `chat_template`: a named template or a file, instead of the checkpoint's.
@@ -66,7 +66,7 @@ def load(
     config = read_config(path)
     tokenizer = load_tokenizer(path, template)
     generation = read_generation_config(path)
-    plan = drafting.plan(config, tokenizer)
+    plan = drafting.plan(config, tokenizer, path)
     if max(tokenizer.stop_token_ids, default=0) >= config.vocab_size:
         raise InputError(f"{path}: the tokenizer names token ids beyond the model's vocabulary of {config.vocab_size}.")
     if compile and not can_compile():

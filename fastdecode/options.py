@@ -52,7 +52,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", metavar="TYPE", help=(
         "auto (default: bfloat16 where the hardware has it), bfloat16, float16, float32"))
     add("--quantize", default="auto", metavar="HOW", help=(
-        "auto (default: as stored; stored 4-bit weights are dequantized for now), none"))
+        "auto (default: as stored), none (dequantize), int4, int8 (quantized once, and kept in the cache)"))
     add("--device", default="auto", metavar="WHERE", help="auto (default), cpu, cuda, cuda:N")
     add("--max-seq-len", type=whole_number, metavar="N", help=(
         "tokens that prompt and answer may have together (default: the model's limit, or what memory allows)"))
@@ -62,8 +62,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     add = group.add_argument
     add("--draft", default="auto", metavar="NAME", help=(
-        "auto (default: none yet), none, ngram (copies from the text so far), or an EAGLE head or a small model "
-        "of the same tokenizer: a folder or a hub id"))
+        "auto (default: the head in draft/ inside the model's folder, if any), none, ngram (copies from the text so "
+        "far), or an EAGLE head or a small model of the same tokenizer: a folder or a hub id"))
     add("--tree", default="auto", metavar="SHAPE", help=(
         "auto (default: a chain of 3), chain:K (K drafted tokens), static (EAGLE-1's 25), static:FILE (JSON list of "
         "child-rank paths), dynamic:DEPTH,TOPK,TOTAL; ngram and models take chains only"))

@@ -82,11 +82,18 @@ def holds_head(folder: Path) -> bool:
     An EAGLE-1 head's config.json looks like a model's, so the names of its tensors decide. Raises InputError when
     the weights cannot be read.
     """
-    return folder.is_dir() and "fc.weight" in _tensors(folder)
+    return folder.is_dir() and "fc.weight" in tensors_of(folder)
 
 
-def load_head(folder: Path, config: HeadConfig, target: Transformer, dtype: torch.dtype | None = None) -> DraftHead:
-    """The head in `folder`, in `dtype` (None: the target's), where the target is; no gradients.
+def load_head(
+    folder: Path,
+    config: HeadConfig,
+    target: Transformer,
+    dtype: torch.dtype | None = None,
+    stored: Stored | None = None,
+) -> DraftHead:
+    """The head in `folder`, in `dtype` (None: the target's), where the target is; no gradients. `stored`: its tensors
+    by the names in its files, where something else has opened them.
 
     `config`: what read_head_config returned, fitted to the target's config. An embedding or lm_head that the checkpoint
     lacks is the target's own (of lm_head, the drafted rows), and an embedding equal to the target's is shared with it.
@@ -94,8 +101,8 @@ def load_head(folder: Path, config: HeadConfig, target: Transformer, dtype: torc
     config says, when the maps between the vocabularies contradict each other, and when a missing part has another width
     than the target's.
     """
-    stored = _open(folder, config)
-    drafted = _drafted_ids(stored, config, folder)
+    stored = renamed_tensors(tensors_of(folder) if stored is None else stored, config, folder)
+    drafted = drafted_ids(stored, config, folder)
     with torch.device("meta"):
         head = (Eagle3Head if config.kind == "eagle3" else EagleHead)(config)
     place, dtype = target.norm.weight.device, dtype or target.norm.weight.dtype
@@ -145,7 +152,7 @@ def _borrow(head: DraftHead, stored: Stored, target: Transformer, folder: Path, 
     head.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
 
-def _drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | None:
+def drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | None:
     """Takes d2t and t2d out of `stored`; the target's id of each drafted id, int64 `[draft_vocab]`; None: the same ids.
 
     d2t holds offsets: target id = draft id + d2t[draft id]. t2d marks the target ids that are drafted, in that order.
@@ -159,7 +166,7 @@ def _drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | N
             f"{folder}: the head drafts {n_drafted} of the target's {n_target} ids, but has no d2t that says which; "
             "fetch it again."
         )
-    offsets = _values(d2t)
+    offsets = tensor_values(d2t)
     if tuple(offsets.shape) != (n_drafted,) or offsets.is_floating_point() or offsets.dtype == torch.bool:
         raise InputError(
             f"{d2t.path}: d2t is {d2t.dtype} {list(d2t.shape)}, expected {n_drafted} whole numbers (draft_vocab_size)."
@@ -172,7 +179,7 @@ def _drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | N
         )
     if t2d is None:
         return ids
-    marks = _values(t2d)
+    marks = tensor_values(t2d)
     if tuple(marks.shape) != (n_target,):
         raise InputError(f"{t2d.path}: t2d has shape {list(t2d.shape)}, expected [{n_target}] (vocab_size).")
     marked = marks.nonzero()[:, 0]
@@ -185,7 +192,7 @@ def _drafted_ids(stored: Stored, config: HeadConfig, folder: Path) -> Tensor | N
     return ids
 
 
-def _values(tensor: StoredTensor | PickledTensor) -> Tensor:
+def tensor_values(tensor: StoredTensor | PickledTensor) -> Tensor:
     """A small tensor of any dtype, on the CPU."""
     if isinstance(tensor, PickledTensor):
         return tensor.value
@@ -193,15 +200,19 @@ def _values(tensor: StoredTensor | PickledTensor) -> Tensor:
         return file.get_tensor(tensor.name)
 
 
-def _tensors(folder: Path) -> Stored:
+def tensors_of(folder: Path) -> Stored:
     """The tensors of a folder by the names in its files; reads no data."""
     has_safetensors = any(folder.glob("*.safetensors*"))
     return _unpickle(folder / PICKLE) if (folder / PICKLE).is_file() and not has_safetensors else open_folder(folder)
 
 
-def _open(folder: Path, config: HeadConfig) -> Stored:
-    """The tensors of a checkpoint by the names of the parameters here; reads no data."""
-    found = _tensors(folder)
+def open_head(folder: Path, config: HeadConfig) -> Stored:
+    """The tensors of a head by the names of its parameters; reads no data. Raises InputError."""
+    return renamed_tensors(tensors_of(folder), config, folder)
+
+
+def renamed_tensors(found: Stored, config: HeadConfig, folder: Path) -> Stored:
+    """The tensors of a checkpoint by the names of the parameters here."""
     kind = "eagle3" if any(name.startswith("midlayer.") for name in found) else config.kind
     if kind != config.kind:
         raise InputError(

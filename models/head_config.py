@@ -44,7 +44,8 @@ class HeadConfig:
         """
         at = ConfigReader(config, source)
         nested = "transformer_layer_config" in config or "speculators_model_type" in config
-        return _speculators(at) if nested else _flat(at)
+        head = _speculators(at) if nested else _flat(at)
+        return replace(head, layer=replace(head.layer, quantization=at.quantization()))
 
     @property
     def feature_size(self) -> int:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from models.checkpoint import fill_parameters, open_tensors
 from models.config import ModelConfig
+from models.eagle import DraftHead
+from models.errors import InputError
 from models.fuse import StoredTensor, slots
+from models.head_checkpoint import load_head, renamed_tensors, tensors_of
+from models.head_config import HeadConfig
 from models.layers import Experts
 from models.transformer import Transformer
 from quantize.experts import QuantizedExperts, QuantizedStack
@@ -52,6 +56,10 @@ class DequantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.matrix.shape
+
+    def equals(self, target: Tensor) -> bool:
+        """Whether `target` is what copy_to would make it."""
+        return torch.equal(dequantized(self.matrix.read()).to(target.device, target.dtype), target)
 
     def copy_to(self, target: Tensor) -> None:
         """Fill `target`, of this shape and any dtype and device."""
@@ -93,6 +101,28 @@ def load_network(
     return network.eval()
 
 
+def load_draft_head(folder: Path, config: HeadConfig, target: Transformer) -> DraftHead:
+    """`models.head_checkpoint.load_head`, of a head whose matrices `python -m quantize` wrote in 4 or 8 bits as well:
+    those are kept so where the target's device has an operator for them."""
+    if config.layer.quantization is None:
+        return load_head(folder, config, target)
+    if config.layer.quantization != "fastdecode":
+        raise InputError(f"{folder}: is a head quantized by {config.layer.quantization!r}; give it as floats.")
+    stored = tensors_of(folder)
+    matrices = {
+        name: Matrix(name, source.shape, lambda source=source: Imported(source.read(), None))
+        for name, source in read_quantized(folder, stored).items()
+    }
+    whole = stored | {name: DequantizedTensor(folder, matrix) for name, matrix in matrices.items()}
+    head = load_head(folder, config, target, stored=whole)
+    weight = target.norm.weight
+    if operators_available(weight.device):
+        named = renamed_tensors(matrices, config, folder)
+        for name, parts in whole_parameters(head, config.layer, named).items():
+            replace_module(head, name, [part.read() for part in parts], weight.device, weight.dtype)
+    return head
+
+
 def quantized_matrices(
     path: Path, config: ModelConfig, stored: dict[str, StoredTensor], network: Transformer
 ) -> Iterator[Matrix]:
@@ -131,7 +161,7 @@ def quantized_matrices(
 
 
 def whole_parameters(
-    network: Transformer, config: ModelConfig, matrices: dict[str, Matrix]
+    network: nn.Module, config: ModelConfig, matrices: dict[str, Matrix]
 ) -> dict[str, list[Matrix]]:
     """Per parameter of the network, the matrices that it consists of, from its first row on.
 

@@ -15,7 +15,15 @@ from models.config import ModelConfig
 from models.eagle import Eagle3Head, EagleHead
 from models.errors import InputError
 from models.fuse import Slot, StoredTensor, match, slots
-from models.head_checkpoint import BORROWED, PickledTensor, _drafted_ids, _open, _values, holds_head, read_head_config
+from models.head_checkpoint import (
+    BORROWED,
+    PickledTensor,
+    drafted_ids,
+    holds_head,
+    open_head,
+    read_head_config,
+    tensor_values,
+)
 from models.transformer import Transformer
 from quantize.gguf_source import hf_config
 from quantize.methods import METHODS
@@ -137,10 +145,10 @@ def plan_head(folder: Path, target: Plan, options: Options) -> Plan:
     if not holds_head(folder):
         raise InputError(f"--draft {folder}: is not a draft head; quantize a small model by itself.")
     config = read_head_config(folder).fitted_to(target.config, str(folder))
-    stored, dropped = _open(folder, config), ()
+    stored, dropped = open_head(folder, config), ()
     before = _n_bytes(stored.values())
-    maps = {name: _values(stored[name]) for name in ("d2t", "t2d") if name in stored}
-    _drafted_ids(stored, config, folder)
+    maps = {name: tensor_values(stored[name]) for name in ("d2t", "t2d") if name in stored}
+    drafted_ids(stored, config, folder)
     with torch.device("meta"):
         parameters = dict((Eagle3Head if config.kind == "eagle3" else EagleHead)(config).named_parameters())
     absent = {f"{part}.weight" for part in BORROWED if f"{part}.weight" not in stored}

@@ -1,19 +1,16 @@
 """Texts: what gptq calibrates on, and what perplexity before and after is measured on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.checkpoint import load_model, open_folder, set_parameters
+from models.checkpoint import read_config
 from models.config import ModelConfig
 from models.errors import InputError
-from models.fuse import match
-from models.transformer import Transformer
-from quantize.files import QuantizedSource, read_quantized
+from quantize.network import load_network
 from quantize.perplexity import perplexity
 
 SHIPPED = Path(__file__).with_name("evaluation.txt")
@@ -72,59 +69,14 @@ def own_texts(decoder: Any, count: int, length: int, seed: int = 0) -> list[int]
     return ids
 
 
-@dataclass(frozen=True)
-class Dequantized:
-    """A quantized matrix with the face of a StoredTensor of floats."""
-
-    source: QuantizedSource
-    dtype: str = "F32"
-    decode: bool = True
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.source.shape
-
-    @property
-    def offset(self) -> int:
-        return self.source.parts[0].offset
-
-    def copy_to(self, target: Tensor) -> None:
-        """Fill `target` with what the matrix stands for."""
-        target.copy_(self.source.read().dequantize())
-
-
-def load_dequantized(
-    path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
-) -> Transformer:
-    """The network of a quantized checkpoint, its weights as floats. Raises InputError for damaged files."""
-    with torch.device("meta"):
-        network = Transformer(config)
-    stored = open_folder(path)
-    sources = {name: Dequantized(source) for name, source in read_quantized(path, stored).items()}
-    parameters = dict(network.named_parameters())
-    filled = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in parameters.items()}
-    for tensor, slot in match({**stored, **sources}, parameters, config, str(path)):
-        tensor.copy_to(filled[slot.parameter][slot.index])
-    set_parameters(network, filled)
-    return network.eval()
-
-
 def perplexity_before_and_after(
     source: Path, out: Path, config: ModelConfig, ids: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
     """Of the checkpoint `source` and its quantized form `out`, both as floats of `dtype`, on one text."""
     context = min(CONTEXT, config.max_position_embeddings)
     found = []
-    for path, load in ((source, load_model), (out, load_dequantized)):
-        network = load(path, config, device, dtype)
+    for path in (source, out):
+        network = load_network(path, read_config(path), device, dtype, quantized=False)
         network.set_rotary(context)
         found.append(perplexity(network, torch.tensor(ids), context))
         del network

@@ -245,7 +245,7 @@ BAD = [
     (["hi", "--draft", "ngram", "--tree", "bush"], "bush"),
     (["hi", "--draft", "ngram", "--draft-rope-theta", "5"], "--draft-rope-theta"),
     (["hi", "--draft", "/x/y", "--draft-rope-theta", "wide"], "--draft-rope-theta"),
-    (["hi", "--quantize", "int4"], "not built yet"),
+    (["hi", "--quantize", "w8a8"], "not built yet"),
     (["hi", "--kv-cache", "int8"], "not built yet"),
     (["hi", "--show-draft", "--json"], "--show-draft"),
     (["hi", "--profile", "trace.json"], "not built yet"),

@@ -9,14 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_decoder import text_of
+from test_script import carried, head_and_target
 from tiny_checkpoint import tiny_checkpoint
 
 from fastdecode import load
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.loading import read_config
+from fastdecode.options import run_command
 from models.errors import InputError
 from models.layers import Experts
 from quantize import cpu, kernels
+from quantize.__main__ import main as quantize_main
 from quantize.experts import QuantizedExperts
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated
 from quantize.methods import quantize_matrix
@@ -242,3 +245,20 @@ def test_an_interrupted_copy_leaves_nothing_and_is_made_anew(tmp_path, monkeypat
 class _Plan:
     def build(self, *args):
         return NgramDrafter(3)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "speculators"])
+def test_a_head_that_was_quantized_with_its_target_drafts_unasked(tmp_path, kind):
+    """`python -m quantize MODEL --draft HEAD -o OUT`, then `generate.py --model OUT`."""
+    folder, head, _ = head_and_target(carried(kind), tmp_path, "safetensors")
+    out = tmp_path / "out"
+    assert run_command(quantize_main, [str(folder), "-o", str(out), "--draft", str(head)]) == 0
+    drafted, without = decoder(out), decoder(out, draft="none")
+    own = drafted.runner.round.drafter.head
+    assert isinstance(own.fc, QuantizedLinear) and isinstance(own.layers[0].mlp.down_proj, QuantizedLinear)
+    assert without.runner.round.drafter.n_nodes == 1
+    for n in (1, 40):
+        options = {"raw": True, "max_new_tokens": 24}
+        assert drafted.generate(text_of(n), **options).token_ids == without.generate(text_of(n), **options).token_ids
+    with pytest.raises(InputError, match="needs a draft"):
+        decoder(folder, tree="chain:2")

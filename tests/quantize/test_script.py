@@ -20,13 +20,14 @@ from tiny_checkpoint import tiny_checkpoint
 
 from fastdecode.options import run_command
 from fastdecode.tokenizer import load_tokenizer
-from models.checkpoint import load_model, open_folder, read_config
+from models.checkpoint import open_folder, read_config
 from models.config import ModelConfig
 from quantize import __main__ as script
 from quantize.files import read_quantized
 from quantize.methods import quantize_matrix
+from quantize.network import load_network
 from quantize.plan import Options, plan_model
-from quantize.text import Dequantized, load_dequantized, own_texts, read_text, rows_of
+from quantize.text import own_texts, read_text, rows_of
 
 ROOT = Path(__file__).parents[2]
 NO_O_PROJ = Options(skip=("*o_proj*",))  # of the tiny GGUF files, whose o_proj has 24 columns
@@ -78,8 +79,8 @@ def assert_near(out, source, tolerance=0.1):
     config = config_of(out)
     assert config == read_config(source)
     ids = torch.randint(3, config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(2))
-    expected = logits(load_model(source, config, "cpu", torch.float32), ids)
-    found = logits(load_dequantized(out, config, "cpu", torch.float32), ids)
+    expected = logits(load_network(source, config, torch.device("cpu"), torch.float32, quantized=False), ids)
+    found = logits(load_network(out, read_config(out), torch.device("cpu"), torch.float32, quantized=False), ids)
     error = ((found - expected).norm() / expected.norm()).item()
     assert 0 < error < tolerance, error
 
@@ -386,7 +387,7 @@ def test_a_draft_head_goes_into_draft(run, kind, form, tmp_path):
     assert sources.keys() | rest.keys() == weights.keys()
 
     # the same head, a little worse: as floats, it loads and drafts
-    floats = {n: Dequantized(source).source.read().dequantize() for n, source in sources.items()}
+    floats = {n: source.read().dequantize() for n, source in sources.items()}
     loaded = load(write_head(tmp_path / "floats", golden.config, kept_floats(kept, sources) | floats), target)
     for name, value in load(head, target).named_parameters():
         found = loaded.get_parameter(name)
