@@ -7,6 +7,7 @@ import time
 import torch
 from torch import nn
 
+from models.cache import SCALE_DTYPE
 from models.config import ModelConfig
 from models.transformer import Transformer
 
@@ -14,9 +15,10 @@ SHARE_FOR_CACHE = 0.5  # of the memory that the weights leave free, where nobody
 FEWEST_TOKENS = 512  # a shorter text is no use unless it is asked for
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token of one text takes in the cache."""
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype, int8_cache: bool = False) -> int:
+    """Bytes of keys and values that one token of one text takes in the cache, their scales included."""
+    one = config.head_dim + SCALE_DTYPE.itemsize if int8_cache else config.head_dim * dtype.itemsize
+    return 2 * config.n_layers * config.n_kv_heads * one
 
 
 def weight_bytes_per_round(model: Transformer) -> int:
@@ -43,11 +45,11 @@ def draft_bytes_per_round(drafter: nn.Module) -> int:
 
 
 def affordable_tokens(
-    config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device
+    config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device, int8_cache: bool = False
 ) -> tuple[int, int]:
     """How many tokens of each of `batch` texts a cache can hold beside the weights, which are not loaded yet: in all of
     the memory that is free, and in half of it."""
-    per_token = cache_bytes_per_token(config, dtype) * batch
+    per_token = cache_bytes_per_token(config, dtype, int8_cache) * batch
     left = max(0, free_bytes(device) - weight_bytes(config, dtype))
     return left // per_token, int(left * SHARE_FOR_CACHE) // per_token // 64 * 64
 
