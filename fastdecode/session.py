@@ -166,9 +166,10 @@ class Session:
         weights = sum(p.numel() * p.itemsize for p in decoder.model.parameters())
         cache = sum(b.numel() * b.itemsize for b in decoder.cache.buffers())
         per_token = cache_bytes_per_token(decoder.model.config, weight.dtype, decoder.cache.quantized)
+        precision, kind = (str(t.dtype).removeprefix("torch.") for t in (weight, decoder.cache.k0))
         self.note(
-            f"precision {str(weight.dtype).removeprefix('torch.')} on {weight.device}; weights {weights / MB:,.0f} MB; "
-            f"cache {str(decoder.cache.k0.dtype).removeprefix('torch.')} {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
+            f"precision {precision} on {weight.device}; weights {weights / MB:,.0f} MB; "
+            f"cache {kind} {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
             f"({per_token / 1e3:,.1f} kB a token); "
             f"predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; "
             f"draft {self.args.draft}, {decoder.runner.round.drafter.n_nodes} nodes a round"

@@ -148,14 +148,15 @@ def test_a_round_reads_all_weights_but_the_untied_embedding_and_the_cached_text(
 
 
 def test_an_int8_cache_is_named_and_its_bytes_counted_but_not_a_peers(checkpoint):
-    report, before = benchmarked(checkpoint, "--kv-cache=int8", "--draft=ngram", "--against=transformers")
-    ours, drafted, peer = report["rows"]
-    assert [row["kv_cache"] for row in report["rows"]] == ["int8", "int8", "fp32"]
-    assert any("int8 cache" in line for line in before)
+    measured = watched(checkpoint, "--kv-cache=int8", "--draft=ngram", "--against=transformers")
+    ours, drafted, peer = measured.report["rows"]
+    assert [row["kv_cache"] for row in measured.report["rows"]] == ["int8", "int8", "fp32"]
+    assert any("int8" in line for line in measured.before)
+    stats = measured.stats(max_new_tokens=8)
+    cached = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
     layers, heads, head_dim = 3, 2, 8
-    cached = (peer["bytes_per_round"] - ours["bytes_per_round"]) / (2 * layers * heads * (4 * head_dim - (head_dim + 4)))
-    lengths = [len(ids) for ids in ((0,) * 11, (0,) * 10, (0,) * 9)]  # only bounds: prompts of a few tokens, answers of 8
-    assert 5 < cached < max(lengths) + 8
+    saved = 2 * layers * heads * (4 * head_dim - (head_dim + 4))
+    assert peer["bytes_per_round"] - ours["bytes_per_round"] == pytest.approx(cached * saved, abs=1)
     assert drafted["bytes_per_round"] == ours["bytes_per_round"] and drafted["matched"] == 3
 
 
