@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from fastdecode import load
 from fastdecode.memory import cache_bytes_per_token, weight_bytes
+from fastdecode.tree import DraftTree
 from models.errors import InputError
 
 FAMILIES = ["llama", "llama-9-heads-on-3", "mistral-window", "qwen2-window", "qwen3", "mixtral", "qwen3-moe-mixed"]
@@ -126,6 +127,29 @@ def test_a_verified_draft_leaves_the_codes_and_scales_that_plain_decoding_leaves
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
         else:
             assert (ours - theirs).abs().max() <= 1 and (ours != theirs).float().mean() < 0.01, name
+
+
+class SecondIsRight(Oracle):
+    """Two children of the root, of which the second is what the target says: its row moves."""
+
+    chain = False
+
+    def __init__(self, answers):
+        super().__init__(1, answers)
+        self.n_nodes = 3
+
+    def draft(self, text, root, cache_rows, context):
+        tokens = super().draft(text, root, cache_rows, context).tokens
+        tokens = torch.cat((tokens[:, :1], (tokens[:, 1:] + 1) % 50, tokens[:, 1:]), dim=1)
+        return DraftTree(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+
+
+def test_accepted_rows_of_a_tree_move_with_their_scales(tiny):
+    plain, options = tiny[2], {"raw": True, "max_new_tokens": 60}
+    answer = plain.generate("hello", **options).token_ids
+    drafted = drafting(plain, SecondIsRight(torch.tensor([plain.encode("hello", raw=True) + answer])))
+    result = drafted.generate("hello", **options)
+    assert result.token_ids == answer and result.stats["tau"] == 2
 
 
 @pytest.mark.parametrize("kind", ["", "ngram", "eagle3"])
