@@ -27,7 +27,7 @@ from fastdecode.benchmark_rows import (
 )
 from fastdecode.decoder import Decoder
 from fastdecode.drafting import DEFAULT_TREE, DraftOptions
-from fastdecode.loading import check_what_is_built, load
+from fastdecode.loading import check_what_is_built, load, wants_int8_cache
 from fastdecode.memory import measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import SHIPPED, PromptLine, read_prompts
@@ -60,7 +60,8 @@ class Benchmark:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.console = Console(stderr=True, highlight=False)
-        check_what_is_built(quantize=args.quantize, kv_cache=args.kv_cache)
+        check_what_is_built(quantize=args.quantize)
+        wants_int8_cache(args.kv_cache)
         drafting = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
         self.sampling = sampling_arguments(args)
         SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
@@ -123,8 +124,8 @@ class Benchmark:
                 str(n): median_of([peer.generate(decoder.encode(text, raw=True), 1).ttft_s for _ in found])
                 for n, (text, found) in plain.first_tokens.items()
             }
-            weights = SHORT_DTYPE[decoder.model.norm.weight.dtype]
-            rows.append({"program": name, "weights": weights, **row, "ttft_s": ttft})
+            precision = SHORT_DTYPE[decoder.model.norm.weight.dtype]
+            rows.append({"program": name, "weights": precision, "kv_cache": precision, **row, "ttft_s": ttft})
         rate = rows[0]["decode_tokens_per_s"]
         finished = [Row(**row, speedup=ratio(row["decode_tokens_per_s"], rate)) for row in rows]
         return as_report(machine(device, bandwidth), args.model, finished)
@@ -181,7 +182,7 @@ class Benchmark:
         args, device = self.args, decoder.model.norm.weight.device
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         length = mean(min(len(ids) + args.max_new_tokens / 2, decoder.max_seq_len) for ids in prompts)
-        per_round = bytes_per_round(decoder, length)
+        per_round = bytes_per_round(decoder, length, decoder.cache.quantized)
         print(
             f"predicted ceiling: {bandwidth / per_round:.1f} tokens/s for one text without a draft "
             f"({bandwidth / 1e9:.1f} GB/s measured, {per_round / 1e6:,.0f} MB a round; {device}{threads}, "
@@ -199,7 +200,7 @@ class Benchmark:
             else:
                 margins.append(peer.margin(ids + theirs.token_ids[:different]))
         rates = rate_fields([answer.decode_tokens_per_s for answer in answers])
-        per_round = round(bytes_per_round(decoder, mean_length(results)))
+        per_round = round(bytes_per_round(decoder, mean_length(results), int8_cache=False))  # the peer's is not
         comparable = SamplingOptions(**self.sampling).plain_greedy  # the peer always is
         return {
             **rates,

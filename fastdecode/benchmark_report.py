@@ -30,11 +30,13 @@ class Row:
     """One program's figures; the fields are the JSON's keys, in its order. None: not measured.
 
     Rates are tokens/s of one text, over the prompts; `new_tokens` is their sum. `matched`: prompts whose tokens equal
-    plain decoding's. `bytes_per_round`: what a round has to read at the least. Times in seconds or, where named so, ms.
+    plain decoding's. `kv_cache`: the precision of keys and values.
+    `bytes_per_round`: what a round has to read at the least. Times in seconds or, where named so, ms.
     """
 
     program: str
     weights: str
+    kv_cache: str
     draft: str = "none"
     tree: str | None = None
     batch: int = 1
@@ -90,7 +92,8 @@ def as_table(report: Mapping[str, Any]) -> str:
     table.add_column(Text(str(report["model"])))
     for row in rows:
         draft = "" if row["draft"] == "none" else f" {Path(row['draft']).name} {row['tree']}"
-        table.add_column(Text(f"{row['program']} {row['weights']}{draft}"), justify="right")
+        cache = "" if row["kv_cache"] == row["weights"] else f" {row['kv_cache']} cache"
+        table.add_column(Text(f"{row['program']} {row['weights']}{cache}{draft}"), justify="right")
     for label, cells in _lines(rows):
         if any(cells):
             table.add_row(label, *(cell or "-" for cell in cells))

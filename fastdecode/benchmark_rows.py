@@ -18,8 +18,8 @@ from quantize.linear import QuantizedLinear
 def decoder_row(decoder: Decoder, results: list[Result], lines: list[PromptLine], bandwidth: float) -> dict[str, Any]:
     """The fields of one of our own rows that come from its answers to the prompts. `bandwidth` in bytes/s."""
     rates = rate_fields([result.stats["decode_tokens_per_s"] for result in results])
-    tau = tau_of(results)
-    per_round = round(bytes_per_round(decoder, mean_length(results) * decoder.batch))
+    tau, int8_cache = tau_of(results), decoder.cache.quantized
+    per_round = round(bytes_per_round(decoder, mean_length(results) * decoder.batch, int8_cache))
     rate = rates["decode_tokens_per_s"]
     categories = {line.category: [] for line in lines if line.category is not None}
     for line, result in zip(lines, results, strict=True):
@@ -29,6 +29,7 @@ def decoder_row(decoder: Decoder, results: list[Result], lines: list[PromptLine]
         **rates,
         "program": "fastdecode",
         "weights": weights_name(decoder.model),
+        "kv_cache": "int8" if int8_cache else SHORT_DTYPE[decoder.model.norm.weight.dtype],
         "batch": decoder.batch,
         "prompts": len(results),
         "new_tokens": sum(result.stats["new_tokens"] for result in results),
@@ -59,7 +60,8 @@ def comparison(
         if (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason):
             matched += 1
         elif greedy:
-            margins.append(margin(decoder.model, ids + common_prefix(ours.token_ids, theirs.token_ids)))
+            before = ids + common_prefix(ours.token_ids, theirs.token_ids)
+            margins.append(margin(decoder.model, before, decoder.cache.quantized))
     return {"matched": matched, "first_difference_margins": tuple(margins)}
 
 
@@ -70,11 +72,11 @@ def common_prefix(a: list[int], b: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def margin(model: Transformer, ids: list[int]) -> float:
+def margin(model: Transformer, ids: list[int], int8_cache: bool) -> float:
     """By how much the likeliest next token's logit leads the second's, after `ids`."""
     device = model.norm.weight.device
     rows = torch.arange(len(ids), device=device)
-    cache = model.new_cache(1, len(ids) + 1)
+    cache = model.new_cache(1, len(ids) + 1, int8_cache)
     mask = rows <= rows[:, None]
     token_ids = torch.tensor([ids], device=device)
     hidden = model(token_ids, rows[None], rows[None], mask[None], rows[None], cache)
@@ -127,12 +129,13 @@ def mean_length(results: Sequence[Result]) -> float:
     return mean(result.stats["prompt_tokens"] + result.stats["new_tokens"] / 2 for result in results)
 
 
-def bytes_per_round(decoder: Decoder, cached_tokens: float) -> float:
+def bytes_per_round(decoder: Decoder, cached_tokens: float, int8_cache: bool) -> float:
     """Bytes that a round has to read: weights, the drafter's once a level, and the keys and values of `cached_tokens`
-    tokens."""
+    tokens, in int8 or in the weights' dtype."""
     model = decoder.model
     weights = weight_bytes_per_round(model) + draft_bytes_per_round(decoder.runner.round.drafter)
-    return weights + cached_tokens * cache_bytes_per_token(model.config, model.norm.weight.dtype)
+    per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype, int8_cache)
+    return weights + cached_tokens * per_token
 
 
 def accept_by_depth(results: Sequence[Result]) -> tuple[float, ...]:

@@ -37,6 +37,7 @@ class Decoder:
     """Decodes up to `batch` texts at a time. Build it with `fastdecode.load`.
 
     The caches and the compiled programs live as long as the decoder; nothing is allocated that grows with the text.
+    `int8_cache`: the model's keys and values are kept in int8; a drafter's own stay in float.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Decoder:
         compile: bool = True,
         drafter: Drafter | None = None,
         program_folder: Path | None = None,
+        int8_cache: bool = False,
     ):
         self.model, self.tokenizer = model, tokenizer
         self.stop_ids = tuple(dict.fromkeys((*stop_ids, *tokenizer.stop_token_ids)))
@@ -59,7 +61,7 @@ class Decoder:
         model.set_rotary(max_seq_len)
         rows = cache_rows_for(max_seq_len, drafter.n_nodes)
         device = model.norm.weight.device
-        self.cache = model.new_cache(batch, rows)
+        self.cache = model.new_cache(batch, rows, quantized=int8_cache)
         self.state = TextState(batch, max_seq_len, rows, self.stop_ids, device)
         vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)
         self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile, program_folder)
@@ -81,6 +83,7 @@ class Decoder:
             compile=self.compile,
             drafter=plan.build(self.model, self.max_seq_len, self.batch, vocab_size),
             program_folder=self.program_folder,
+            int8_cache=self.cache.quantized,
         )
         other.suggested_sampling = self.suggested_sampling
         return other

@@ -9,7 +9,7 @@ import torch
 from fastdecode.chat import read_chat_template
 from fastdecode.decoder import Decoder
 from fastdecode.drafting import DraftOptions
-from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token
+from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token, expected_weight_bytes
 from fastdecode.program_cache import stored_programs
 from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
@@ -48,13 +48,15 @@ def load(
     head or of a small model; `tree`: auto (a chain of 3), chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL;
     `draft_rope_theta`: another rotary base for the head.
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
+    `kv_cache`: auto (keys and values in `dtype`) or int8, which takes about half of bfloat16's memory.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
     `batch`: texts decoded at a time. `chat_template`: a named template or a file, instead of the checkpoint's.
     `compile_cache`: keep compiled programs beside torch's own compile cache, for the next start. `note` receives
     sentences that the user should read. Raises InputError for anything that cannot be honoured, before weights are
     read where that can be known.
     """
-    check_what_is_built(quantize=quantize, kv_cache=kv_cache)
+    check_what_is_built(quantize=quantize)
+    int8_cache = wants_int8_cache(kv_cache)
     drafting = DraftOptions.parse(draft, tree, draft_rope_theta)
     place = _device(device)
     precision = _dtype(dtype, place)
@@ -72,7 +74,8 @@ def load(
     if compile and not can_compile():
         note("No working C++ compiler was found, so rounds run uncompiled and slower; install g++, or set CXX.")
         compile = False
-    limit = _text_limit(config, max_seq_len, precision, batch, place, note)
+    expected = expected_weight_bytes(path, config, precision, quantize)
+    limit = _text_limit(config, max_seq_len, precision, batch, place, int8_cache, expected, note)
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
     preparation = prepare_compiler() if compile and place.type == "cpu" else None
@@ -90,19 +93,24 @@ def load(
         compile=compile,
         drafter=drafter,
         program_folder=stored_programs() if compile_cache else None,
+        int8_cache=int8_cache,
     )
     decoder.suggested_sampling = _suggested_sampling(generation)
     return decoder
 
 
-def check_what_is_built(*, quantize: str, kv_cache: str) -> None:
+def check_what_is_built(*, quantize: str) -> None:
     """Refuse, in a sentence, options whose work is not built yet: InputError."""
-    for option, value, accepted in (
-        ("--quantize", quantize, ("auto", "none", *BITS)),
-        ("--kv-cache", kv_cache, ("auto",)),
-    ):
-        if value not in accepted:
-            raise InputError(f"{option} {value} is not built yet; {' or '.join(accepted)} can be given.")
+    accepted = ("auto", "none", *BITS)
+    if quantize not in accepted:
+        raise InputError(f"--quantize {quantize} is not built yet; {' or '.join(accepted)} can be given.")
+
+
+def wants_int8_cache(kv_cache: str) -> bool:
+    """What `--kv-cache` says. Raises InputError for a name that is none."""
+    if kv_cache not in ("auto", "int8"):
+        raise InputError(f"--kv-cache should be auto or int8, found {kv_cache!r}.")
+    return kv_cache == "int8"
 
 
 def _suggested_sampling(generation: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +153,14 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _text_limit(
-    config: ModelConfig, asked: int | None, dtype: torch.dtype, batch: int, device: torch.device, note: Note
+    config: ModelConfig,
+    asked: int | None,
+    dtype: torch.dtype,
+    batch: int,
+    device: torch.device,
+    int8_cache: bool,
+    weights: int,
+    note: Note,
 ) -> int:
     """Tokens that a text may have: what was asked for if the model and the memory allow it, else as many as they do."""
     limit = config.max_position_embeddings
@@ -155,15 +170,15 @@ def _text_limit(
         if asked > limit and config.rope.kind != "dynamic":
             raise InputError(f"--max-seq-len {asked} is beyond the model's limit of {limit} positions.")
         limit = asked
-    fits, comfortable = affordable_tokens(config, dtype, batch, device)
+    fits, comfortable = affordable_tokens(config, dtype, batch, device, int8_cache, weights)
     if asked is None and comfortable < limit and fits >= FEWEST_TOKENS:
         limit = max(comfortable, FEWEST_TOKENS)
         note(f"Memory allows texts of {limit} tokens; --max-seq-len asks for another length.")
     if limit > fits:
-        needed = cache_bytes_per_token(config, dtype) * batch * limit / 1e9
+        needed = cache_bytes_per_token(config, dtype, int8_cache) * batch * limit / 1e9
         raise InputError(
             f"The cache for {batch} texts of {limit} tokens takes {needed:,.1f} GB, more than the memory that is free; "
-            "give a smaller --max-seq-len or --batch."
+            f"give a smaller --max-seq-len or --batch{'' if int8_cache else ', or --kv-cache int8'}."
         )
     return limit
 

@@ -3,20 +3,24 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from models.cache import SCALE_DTYPE
 from models.config import ModelConfig
 from models.transformer import Transformer
 
 SHARE_FOR_CACHE = 0.5  # of the memory that the weights leave free, where nobody asked for a length
+BYTES_A_WEIGHT = {"int4": 0.8, "int8": 1.2}  # scales, an 8-bit embedding and norms included
 FEWEST_TOKENS = 512  # a shorter text is no use unless it is asked for
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token of one text takes in the cache."""
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype, int8_cache: bool = False) -> int:
+    """Bytes of keys and values that one token of one text takes in the cache, their scales included."""
+    one = config.head_dim + SCALE_DTYPE.itemsize if int8_cache else config.head_dim * dtype.itemsize
+    return 2 * config.n_layers * config.n_kv_heads * one
 
 
 def weight_bytes_per_round(model: Transformer) -> int:
@@ -43,12 +47,17 @@ def draft_bytes_per_round(drafter: nn.Module) -> int:
 
 
 def affordable_tokens(
-    config: ModelConfig, dtype: torch.dtype, batch: int, device: torch.device
+    config: ModelConfig,
+    dtype: torch.dtype,
+    batch: int,
+    device: torch.device,
+    int8_cache: bool = False,
+    weights: int | None = None,
 ) -> tuple[int, int]:
-    """How many tokens of each of `batch` texts a cache can hold beside the weights, which are not loaded yet: in all of
-    the memory that is free, and in half of it."""
-    per_token = cache_bytes_per_token(config, dtype) * batch
-    left = max(0, free_bytes(device) - weight_bytes(config, dtype))
+    """How many tokens of each of `batch` texts a cache can hold beside the weights, which are not loaded yet (`weights`
+    bytes, by default those of the config in `dtype`): in all of the memory that is free, and in half of it."""
+    per_token = cache_bytes_per_token(config, dtype, int8_cache) * batch
+    left = max(0, free_bytes(device) - (weight_bytes(config, dtype) if weights is None else weights))
     return left // per_token, int(left * SHARE_FOR_CACHE) // per_token // 64 * 64
 
 
@@ -56,6 +65,18 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of a model's weights, from its config alone."""
     with torch.device("meta"):
         return sum(p.numel() for p in Transformer(config).parameters()) * dtype.itemsize
+
+
+def expected_weight_bytes(path: Path, config: ModelConfig, dtype: torch.dtype, quantize: str) -> int:
+    """Bytes that the weights of a checkpoint will take, `quantize` as in `--quantize`: at most those of floats."""
+    floats = weight_bytes(config, dtype)
+    count = floats // dtype.itemsize
+    if quantize in BYTES_A_WEIGHT:
+        return min(floats, int(count * BYTES_A_WEIGHT[quantize]))
+    if quantize == "none" or (path.is_dir() and config.quantization is None):
+        return floats
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    return min(floats, int(1.2 * sum(file.stat().st_size for file in files)))
 
 
 def free_bytes(device: torch.device) -> int:

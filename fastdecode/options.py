@@ -56,7 +56,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="WHERE", help="auto (default), cpu, cuda, cuda:N")
     add("--max-seq-len", type=whole_number, metavar="N", help=(
         "tokens that prompt and answer may have together (default: the model's limit, or what memory allows)"))
-    add("--kv-cache", default="auto", metavar="TYPE", help="auto (default: like --dtype)")
+    add("--kv-cache", default="auto", metavar="TYPE", help=(
+        "auto (default: like --dtype), int8 (about half of bfloat16's memory; answers differ a little)"))
     add("--compile", default=True, action=argparse.BooleanOptionalAction, help=(
         "compile the round (default); --no-compile starts sooner and decodes slower"))
     group = parser.add_argument_group("drafting")

@@ -14,7 +14,7 @@ from rich.style import Style
 from fastdecode.decoder import Piece, Prompt
 from fastdecode.detokenizer import StopStrings
 from fastdecode.drafting import DraftOptions
-from fastdecode.loading import check_what_is_built, load
+from fastdecode.loading import check_what_is_built, load, wants_int8_cache
 from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import read_prompts
@@ -110,7 +110,8 @@ class Session:
 
     def _check_options(self) -> None:
         args = self.args
-        check_what_is_built(quantize=args.quantize, kv_cache=args.kv_cache)
+        check_what_is_built(quantize=args.quantize)
+        wants_int8_cache(args.kv_cache)
         DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
         if args.profile:
             raise InputError("--profile is not built yet; leave it out.")
@@ -164,10 +165,11 @@ class Session:
         decoder, weight = self.decoder, self.decoder.model.norm.weight
         weights = sum(p.numel() * p.itemsize for p in decoder.model.parameters())
         cache = sum(b.numel() * b.itemsize for b in decoder.cache.buffers())
-        per_token = cache_bytes_per_token(decoder.model.config, weight.dtype)
+        per_token = cache_bytes_per_token(decoder.model.config, weight.dtype, decoder.cache.quantized)
+        precision, kind = (str(t.dtype).removeprefix("torch.") for t in (weight, decoder.cache.k0))
         self.note(
-            f"precision {str(weight.dtype).removeprefix('torch.')} on {weight.device}; weights {weights / MB:,.0f} MB; "
-            f"cache {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
+            f"precision {precision} on {weight.device}; weights {weights / MB:,.0f} MB; "
+            f"cache {kind} {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
             f"({per_token / 1e3:,.1f} kB a token); "
             f"predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; "
             f"draft {self.args.draft}, {decoder.runner.round.drafter.n_nodes} nodes a round"
@@ -205,7 +207,7 @@ class Session:
         """A round costs at least the reading of all weights and of the cached text; what does the memory allow?"""
         model = self.decoder.model
         mean_length = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
-        per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype)
+        per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype, self.decoder.cache.quantized)
         bytes_per_round = weight_bytes_per_round(model) + mean_length * per_token * self.decoder.batch
         share = rounds_per_s * bytes_per_round / self.bandwidth
         return f"{share:.0%} of what {self.bandwidth / 1e9:.1f} GB/s allow"

@@ -130,21 +130,13 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        embedded: Tensor,
-        state: Tensor,
-        rows: Tensor,
-        mask: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        self, embedded: Tensor, state: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor
     ) -> Tensor:
         """`embedded, state [B, N, h]` -> the next state `[B, N, h]`."""
         normed = self.hidden_norm(state)
         both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         state = normed if self.norm_before_residual else state
-        state = state + self.self_attn(both, rows, mask, cos, sin, k_cache, v_cache)
+        state = state + self.self_attn(both, rows, mask, cos, sin, *cache)
         return state + self.mlp(self.post_attention_layernorm(state))
 
 

@@ -7,35 +7,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.cache import write_rows
+from models.cache import dequantize, write_layer
 from models.config import ModelConfig
 from models.rope import rotate
 
 FEW_ROWS = 16  # up to here attention is products and sums that the compiler fuses; above it, a library kernel
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> Tensor:
     """Grouped-query attention: `q [B, H, N, D]` over `k, v [B, H_kv, S, D]`, H any multiple of H_kv -> `[B, H, N, D]`.
 
     `mask [B, N, S]` is True where a query may look. A query that may look nowhere gets zero. The few-rows form sums
     each query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros.
+    `k_scale, v_scale [B, H_kv, S]`: where k and v are int8 codes, what they are to be multiplied by. The few-rows form
+    multiplies scores and weights instead, which are fewer, so that no key or value is ever written out in float.
     """
+    dtype = q.dtype
     batch, n_heads, n, head_dim = q.shape
     n_kv_heads = k.shape[1]
     group = n_heads // n_kv_heads
     if n > FEW_ROWS:
+        if k_scale is not None:
+            k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
         if q.is_cuda:  # the kernels that take a mask there do not take groups
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
     q = q.reshape(batch, n_kv_heads, group, n, head_dim).float() * head_dim**-0.5
     scores = (q[..., None, :] * k[:, :, None, None].float()).sum(-1)  # [B, H_kv, G, N, S]
+    if k_scale is not None:
+        scores = scores * k_scale[:, :, None, None]
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
+    if v_scale is not None:
+        weights = weights * v_scale[:, :, None, None]
     mixed = (weights[..., None] * v[:, :, None, None].float()).sum(-2) / total.clamp_min(1e-30)
-    return mixed.reshape(batch, n_heads, n, head_dim).to(v.dtype)
+    return mixed.reshape(batch, n_heads, n, head_dim).to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,23 +93,20 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(
-        self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Tensor:
         """`x [B, N, h]` (or `input_size` wide) -> `[B, N, h]`; writes the new keys and values, then reads S rows.
 
         `rows [B, N]` int64: cache rows to write. `mask [B, N, S]` bool: which of the first S rows (the bucket) each
-        query attends. `cos, sin [B, 1, N, D]` fp32.
+        query attends. `cos, sin [B, 1, N, D]` fp32. `cache`: what KVCache.layer gives, 2 tensors or 4.
         """
         batch, n, _ = x.shape
         heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
         q = rotate(self.q_norm(q), cos, sin)
         k = rotate(self.k_norm(k), cos, sin)
-        write_rows(k_cache, rows, k)
-        write_rows(v_cache, rows, v)
-        bucket = mask.shape[-1]
-        y = attend(q, k_cache[:, :, :bucket], v_cache[:, :, :bucket], mask)
+        write_layer(cache, rows, k, v)
+        k, v, *scales = (part[:, :, : mask.shape[-1]] for part in cache)
+        y = attend(q, k, v, mask, *scales)
         return self.o_proj(y.transpose(1, 2).reshape(batch, n, -1))
 
 
@@ -171,9 +179,7 @@ class DecoderLayer(nn.Module):
 
     # Layers of one shape are compiled once and stamped out. Plain tensors as arguments keep the matching cheap.
     @torch.compiler.nested_compile_region
-    def forward(
-        self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Tensor:
         """`x [B, N, h]` -> `[B, N, h]`. Arguments as for `Attention`."""
-        x = x + self.self_attn(self.input_layernorm(x), rows, mask, cos, sin, k_cache, v_cache)
+        x = x + self.self_attn(self.input_layernorm(x), rows, mask, cos, sin, *cache)
         return x + self.mlp(self.post_attention_layernorm(x))

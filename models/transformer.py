@@ -44,10 +44,11 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos.to(self.norm.weight.device), persistent=False)
         self.register_buffer("sin", sin.to(self.norm.weight.device), persistent=False)
 
-    def new_cache(self, batch: int, rows: int) -> KVCache:
-        """A cache of `rows` rows (the last one is the bin) for `batch` sequences, in the weights' dtype and place."""
+    def new_cache(self, batch: int, rows: int, quantized: bool = False) -> KVCache:
+        """A cache of `rows` rows (the last one is the bin) for `batch` sequences, where the weights are; in their
+        dtype, or `quantized` to int8."""
         c, w = self.config, self.norm.weight
-        return KVCache(c.n_layers, batch, c.n_kv_heads, rows, c.head_dim, w.dtype, w.device)
+        return KVCache(c.n_layers, batch, c.n_kv_heads, rows, c.head_dim, w.dtype, w.device, quantized)
 
     def forward(
         self,

@@ -143,7 +143,9 @@ def test_sampling_values_of_the_checkpoint_apply_only_when_asked_for(run, tmp_pa
 def test_explain_predicts_memory_and_then_generates(run):
     code, out, err = run("hello", "--explain")
     assert code == 0 and out == run("hello")[1]
-    assert "precision float32" in err and "predicted memory" in err
+    assert "precision float32" in err and "predicted memory" in err and "cache float32" in err
+    code, _, err = run("hello", "--explain", "--kv-cache", "int8")
+    assert code == 0 and "cache int8" in err and "(0.1 kB a token)" in err  # 3 layers, 2 x 2 heads of 8 + 4 bytes
 
 
 def test_a_draft_changes_the_figures_and_nothing_else(run):
@@ -246,7 +248,7 @@ BAD = [
     (["hi", "--draft", "ngram", "--draft-rope-theta", "5"], "--draft-rope-theta"),
     (["hi", "--draft", "/x/y", "--draft-rope-theta", "wide"], "--draft-rope-theta"),
     (["hi", "--quantize", "w8a8"], "not built yet"),
-    (["hi", "--kv-cache", "int8"], "not built yet"),
+    (["hi", "--kv-cache", "int4"], "--kv-cache should be auto or int8"),
     (["hi", "--show-draft", "--json"], "--show-draft"),
     (["hi", "--profile", "trace.json"], "not built yet"),
     (["hi", "--raw", "--system", "x"], "--system"),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORT_KEYS = ["machine", "model", "rows"]
 MACHINE_KEYS = ["device", "power_limit_w", "cpu", "cores", "torch", "bandwidth_gb_s"]
 ROW_KEYS = [
-    *("program", "weights", "draft", "tree", "batch", "prompts", "new_tokens"),
+    *("program", "weights", "kv_cache", "draft", "tree", "batch", "prompts", "new_tokens"),
     *("decode_tokens_per_s", "decode_tokens_per_s_min", "decode_tokens_per_s_max", "ttft_s", "tau", "accept_by_depth"),
     *("speedup", "matched", "first_difference_margins", "draft_ms", "verify_ms", "rest_ms"),
     *("bytes_per_round", "bandwidth_share", "peak_memory_mb", "cold_compile_s", "warm_start_s", "tau_by_category"),
@@ -103,7 +103,8 @@ def test_the_predicted_ceiling_comes_first_and_a_table_follows(plain):
 
 def test_the_plain_row_says_what_plain_decoding_is(plain, checkpoint):
     row = plain.row
-    expected = {"program": "fastdecode", "weights": "fp32", "draft": "none", "tree": None, "batch": 1, "prompts": 3}
+    expected = {"program": "fastdecode", "weights": "fp32", "kv_cache": "fp32", "draft": "none", "tree": None}
+    expected |= {"batch": 1, "prompts": 3}
     assert {key: row[key] for key in expected} == expected
     assert (row["tau"], row["accept_by_depth"], row["speedup"], row["matched"]) == (1.0, [], 1.0, 3)
     assert row["tau_by_category"] == {"a": 1.0, "b": 1.0}
@@ -144,6 +145,19 @@ def test_a_round_reads_all_weights_but_the_untied_embedding_and_the_cached_text(
     stats = plain.stats(max_new_tokens=8)
     cached = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
     assert plain.row["bytes_per_round"] == round(4 * (weights + cached * 2 * layers * kv_width))
+
+
+def test_an_int8_cache_is_named_and_its_bytes_counted_but_not_a_peers(checkpoint):
+    measured = watched(checkpoint, "--kv-cache=int8", "--draft=ngram", "--against=transformers")
+    ours, drafted, peer = measured.report["rows"]
+    assert [row["kv_cache"] for row in measured.report["rows"]] == ["int8", "int8", "fp32"]
+    assert any("int8" in line for line in measured.before)
+    stats = measured.stats(max_new_tokens=8)
+    cached = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
+    layers, heads, head_dim = 3, 2, 8
+    saved = 2 * layers * heads * (4 * head_dim - (head_dim + 4))
+    assert peer["bytes_per_round"] - ours["bytes_per_round"] == pytest.approx(cached * saved, abs=1)
+    assert drafted["bytes_per_round"] == ours["bytes_per_round"] and drafted["matched"] == 3
 
 
 def test_transformers_runs_on_the_same_prompts_and_gives_the_same_tokens(checkpoint):

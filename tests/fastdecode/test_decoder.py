@@ -24,7 +24,7 @@ def tiny(tmp_path_factory):
 
 
 def plain_decoder(folder, **options):
-    decoder = load(str(folder), dtype="float32", device="cpu", compile=False, **options)
+    decoder = load(str(folder), device="cpu", compile=False, **{"dtype": "float32", **options})
     forget_stop_tokens(decoder)
     return decoder
 

@@ -47,10 +47,9 @@ def tiny(tmp_path_factory):
 
 
 def drafting(plain, drafter, batch=1, compile=False, limit=LIMIT):
-    """A decoder of the same model with `drafter`."""
-    decoder = Decoder(
-        plain.model, plain.tokenizer, stop_ids=(), max_seq_len=limit, batch=batch, compile=compile, drafter=drafter
-    )
+    """A decoder of the same model and kind of cache with `drafter`."""
+    options = {"batch": batch, "compile": compile, "drafter": drafter, "int8_cache": plain.cache.quantized}
+    decoder = Decoder(plain.model, plain.tokenizer, stop_ids=(), max_seq_len=limit, **options)
     forget_stop_tokens(decoder)
     return decoder
 
