@@ -17,6 +17,7 @@ from models.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from models.config import ModelConfig
     from quantize.plan import Options, Plan
     from quantize.report import Report
 
@@ -94,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_skip(options.skip, [plan, head] if head else [plan])
     tokenizer = load_tokenizer(path)
     files = None if path.is_dir() else gguf_tokenizer(path)
-    evaluated = None if args.evaluate is None else evaluation_ids(args.evaluate, tokenizer)
-    token_ids = calibration_ids(args, tokenizer) if args.method == "gptq" else None
+    evaluated = None if args.evaluate is None else evaluation_ids(args.evaluate, tokenizer, plan.config)
+    token_ids = calibration_ids(args, tokenizer, plan.config) if args.method == "gptq" else None
 
     out = Path(args.output).expanduser()
     report = _with_progress(
@@ -126,43 +127,41 @@ def _with_progress(work: Any, plans: "list[Plan]") -> "Report":
         return work(progress)
 
 
-def evaluation_ids(file: str, tokenizer: Any) -> list[int]:
+def evaluation_ids(file: str, tokenizer: Any, config: "ModelConfig") -> list[int]:
     """Token ids of the text of --evaluate; "" is the one that is shipped."""
     from quantize.text import SHIPPED, read_text
 
     ids = tokenizer.encode(read_text(Path(file) if file else SHIPPED, "--evaluate"))
     if len(ids) < 2:
         raise InputError(f"--evaluate {file}: has only {len(ids)} tokens; give a longer text.")
+    if max(ids) >= config.vocab_size:
+        raise InputError(f"--evaluate: the text has token {max(ids)}, beyond the model's {config.vocab_size}.")
     return ids
 
 
-def calibration_ids(args: argparse.Namespace, tokenizer: Any) -> "Tensor":
+def calibration_ids(args: argparse.Namespace, tokenizer: Any, config: "ModelConfig") -> "Tensor":
     """Rows of token ids for gptq: of the file that was given, or of texts that the model makes up."""
     from fastdecode.prompts import parse_prompts
-    from quantize.text import MOST_CHARACTERS, own_texts, read_text, rows_of
+    from quantize.text import MOST_CHARACTERS, ROW, own_texts, read_text, rows_of
 
     if args.calibration is not None:
-        source = f"--calibration {args.calibration}"
+        source, row = f"--calibration {args.calibration}", min(ROW, config.max_position_embeddings)
         text = read_text(Path(args.calibration), "--calibration", MOST_CHARACTERS)
-        if not text.lstrip().startswith("{"):
-            return rows_of(tokenizer.encode(text), source)
-        whole = text if len(text) < MOST_CHARACTERS else text.rpartition("\n")[0]
-        return rows_of([i for prompt in parse_prompts(whole, source) for i in tokenizer.encode(prompt.text)], source)
+        texts = [text]
+        if text.lstrip().startswith("{"):
+            whole = text if len(text) < MOST_CHARACTERS else text.rpartition("\n")[0]  # no line cut short
+            texts = [prompt.text for prompt in parse_prompts(whole, source)]
+        return rows_of([i for text in texts for i in tokenizer.encode(text)], source, row)
     from fastdecode.loading import load
 
     started = time.perf_counter()
     print(f"The model makes up {OWN_TEXTS} texts to calibrate on …", file=sys.stderr, flush=True)
-    decoder = load(args.model, batch=OWN_BATCH, compile=False, max_seq_len=_length_of(args), draft="none")
+    # room for a chat template, the question and the answer
+    length = min(4 * OWN_LENGTH, config.max_position_embeddings)
+    decoder = load(args.model, batch=OWN_BATCH, compile=False, max_seq_len=length, draft="none")
     ids = own_texts(decoder, OWN_TEXTS, OWN_LENGTH)
     print(f"{len(ids)} tokens in {time.perf_counter() - started:.0f} s.", file=sys.stderr, flush=True)
     return rows_of(ids, "the model's own text", row=OWN_LENGTH)
-
-
-def _length_of(args: argparse.Namespace) -> int:
-    """Tokens of a made-up text, its question and a chat template, as far as the model has positions."""
-    from models.checkpoint import find_checkpoint, read_config
-
-    return min(4 * OWN_LENGTH, read_config(find_checkpoint(args.model)).max_position_embeddings)
 
 
 def evaluate(path: Path, out: Path, plan: "Plan", ids: list[int]) -> None:

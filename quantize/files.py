@@ -94,7 +94,7 @@ def read_quantized(path: Path, stored: dict[str, StoredTensor]) -> dict[str, Qua
     """
     files = sorted({tensor.path for tensor in stored.values()})
     descriptions = {file: _description(file) for file in files}
-    if all(description is None for description in descriptions.values()) and not _is_ours(path):
+    if all(description is None for description in descriptions.values()) and not is_ours(path):
         return {}
     found = {}
     for file, description in descriptions.items():
@@ -106,7 +106,8 @@ def read_quantized(path: Path, stored: dict[str, StoredTensor]) -> dict[str, Qua
     return found
 
 
-def _is_ours(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
+    """Whether config.json says that `folder` is a checkpoint of this format. InputError: of another version of it."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # whoever reads the config complains

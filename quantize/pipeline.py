@@ -72,9 +72,7 @@ def quantize_checkpoint(
                         results.append(result.within(job.place))
             _write_rest(job, place, options)
         after = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-    kept = tuple(
-        job.place + piece.name for job in jobs for piece in job.plan.pieces if not piece.bits and len(piece.shape) == 2
-    )
+    kept = tuple(job.place + p.name for job in jobs for p in job.plan.pieces if p.is_matrix and not p.bits)
     before = sum(job.plan.bytes_before for job in jobs)
     dropped = tuple(sentence for job in jobs for sentence in job.plan.dropped)
     return Report(tuple(results), kept, dropped, before, after, time.perf_counter() - started)
@@ -82,7 +80,7 @@ def quantize_checkpoint(
 
 def _write_rest(job: Job, place: Path, options: Options) -> None:
     """config.json, and the files beside the weights."""
-    if job.files is None:
+    if job.files is None and job.plan.path.is_dir():
         for file in sorted(job.plan.path.iterdir()):
             wanted = any(file.match(pattern) for pattern in COPIED) and not any(map(file.match, NOT_COPIED))
             if wanted and file.is_file():

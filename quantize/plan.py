@@ -84,6 +84,11 @@ class Piece:
         return int(parts[1]) if parts[0] == "layers" else None
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it could be quantized: not a norm, a bias, a map, or the router of experts."""
+        return len(self.shape) == 2 and self.slot is not None and not self.slot.parameter.endswith("mlp.gate.weight")
+
+    @property
     def entry(self) -> Entry:
         return Entry(self.name, self.shape, None if self.bits else self.dtype, self.bits, self.group_size)
 
@@ -247,7 +252,7 @@ def _with_methods(pieces: Iterable[Piece], options: Options, prefix: str) -> lis
     for piece in pieces:
         bits, group_size = options.bits, options.group_size
         parameter = piece.slot.parameter
-        is_matrix = len(piece.shape) == 2 and not parameter.endswith("mlp.gate.weight")
+        is_matrix = piece.is_matrix
         if parameter in VOCABULARY:
             is_matrix = options.lm_head != "16" and not (prefix and parameter == VOCABULARY[0])
             if options.lm_head == "8":

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+MOST_NAMES = 20  # of matrices left alone that are listed; a layer of experts has hundreds
+
 
 @dataclass(frozen=True)
 class MatrixResult:
@@ -54,7 +56,9 @@ class Report:
             worst = max(matrices, key=lambda m: m.error)
             line = f"  {layer:<20} {mean_error(matrices):.2e}"
             lines.append(line + (f"   {worst.error:.2e} {worst.name}" if len(matrices) > 1 else ""))
-        lines += [f"left as it is: {name}" for name in self.kept]
+        lines += [f"left as it is: {name}" for name in self.kept[:MOST_NAMES]]
+        if len(self.kept) > MOST_NAMES:
+            lines.append(f"left as it is: {len(self.kept) - MOST_NAMES} more")
         lines += [f"left out: {sentence}" for sentence in self.dropped]
         lines.append(
             f"{self.bits_per_weight:.2f} bits per quantized weight; {_megabytes(self.bytes_before)} before, "

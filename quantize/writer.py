@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.download import _folder_lock
 from models.errors import InputError
-from quantize.files import FORMAT, VERSION, stored_quantization
+from quantize.files import FORMAT, VERSION, is_ours
 from quantize.storage import Quantized
 
 SHARD_BYTES = 2_000_000_000  # about the size of a shard
@@ -172,18 +172,10 @@ def check_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise InputError(f"-o {out}: is a file; give the name of a folder.")
-    if any(out.iterdir()) and not _is_ours(out):
+    if any(out.iterdir()) and not is_ours(out):
         raise InputError(
             f"-o {out}: holds files that this script did not write; give a new or empty folder, or one that it wrote."
         )
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return isinstance(config, dict) and stored_quantization(config) is not None
-    except (OSError, ValueError, InputError):
-        return False
 
 
 @contextlib.contextmanager

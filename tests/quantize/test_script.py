@@ -26,7 +26,9 @@ from quantize import __main__ as script
 from quantize.files import read_quantized
 from quantize.methods import quantize_matrix
 from quantize.network import load_network
+from quantize.pipeline import quantize_checkpoint
 from quantize.plan import Options, plan_model
+from quantize.report import Report
 from quantize.text import own_texts, read_text, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,7 @@ def test_every_family_and_method(run, family, changes, method, tmp_path):
     assert sources.keys() | rest.keys() == before.keys()
     if "experts" in " ".join(before):
         assert len(re.findall(r"^  layers", out, re.MULTILINE)) == 2  # one line a layer
+    assert "gate.weight" not in out
     if method == "als":
         for name, found in sources.items():
             expected = quantize_matrix(before[name], found.bits, found.group_size)
@@ -199,6 +202,13 @@ def test_skipped_layers_stay_and_are_reported(run, folder, tmp_path):
     assert len(kept) == 10 and all(name.startswith(("layers.1.", "layers.0.mlp.")) for name in kept)
     assert set(re.findall(r"^left as it is: model\.(\S+)$", out, re.MULTILINE)) == kept
     assert_near(tmp_path / "out", folder, 0.6)
+
+
+def test_long_lists_of_what_stays_are_cut(run):
+    code, out, _ = run("--skip", "*", "--lm-head", 16)
+    assert code == 0 and out.count("left as it is:") == 16 and "0.00 bits" in out
+    report = Report((), tuple(f"name{i}" for i in range(100)), (), 1, 1, 1.0)
+    assert report.text().count("left as it is: name") == 20 and "left as it is: 80 more" in report.text()
 
 
 def test_a_tied_models_second_head_is_dropped_if_it_is_the_embedding(run, tmp_path):
@@ -328,6 +338,12 @@ def test_blocks_of_a_gguf_that_are_left_alone_become_float16(run, tmp_path):
     assert code == 0, err
     found = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(found, torch.from_numpy(dequantize(data, GGMLQuantizationType.Q8_0)).half())
+
+
+def test_a_gguf_needs_no_tokenizer_to_become_weights(tmp_path):
+    source = test_gguf.write(tmp_path / "x.gguf", test_gguf.LLAMA, test_gguf.model_tensors())
+    quantize_checkpoint(plan_model(source, NO_O_PROJ), tmp_path / "out", NO_O_PROJ)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 # --- a draft head ---------------------------------------------------------------------------------------------------
