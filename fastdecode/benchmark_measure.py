@@ -62,7 +62,7 @@ class Benchmark:
         self.console = Console(stderr=True, highlight=False)
         check_what_is_built(quantize=args.quantize)
         wants_int8_cache(args.kv_cache)
-        drafting = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
+        drafting = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
         self.sampling = sampling_arguments(args)
         SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
         lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)

@@ -16,7 +16,8 @@ from models.errors import InputError
 from models.head_checkpoint import holds_head, read_head_config
 from models.head_config import HeadConfig
 from models.transformer import Transformer
-from quantize.network import load_draft_head, load_network
+from quantize.network import load_draft_head
+from quantize.on_the_fly import load_as
 
 DEFAULT_CHAIN = 3
 DEFAULT_TREE = f"chain:{DEFAULT_CHAIN}"
@@ -30,9 +31,10 @@ class DraftOptions:
     tree: TreeBuilder
     rope_theta: float | None
     tree_name: str = "auto"
+    quantize: str = "auto"  # of a model that drafts: the target's, so that a target's own copy is the target
 
     @staticmethod
-    def parse(draft: str, tree: str, rope_theta: str | float | None) -> "DraftOptions":
+    def parse(draft: str, tree: str, rope_theta: str | float | None, quantize: str = "auto") -> "DraftOptions":
         """Raises InputError for a tree that is none, or that the named draft cannot grow."""
         builder = chain(DEFAULT_CHAIN) if tree == "auto" else parse_tree(tree)
         if draft == "none" and tree != "auto":
@@ -40,11 +42,11 @@ class DraftOptions:
         if draft == "ngram" and not builder.chain:
             raise InputError(f"--draft ngram takes chains only, found --tree {tree}; give chain:K.")
         if rope_theta is None:
-            return DraftOptions(draft, builder, None, tree)
+            return DraftOptions(draft, builder, None, tree, quantize)
         if draft in ("auto", "none", "ngram"):
             raise InputError("--draft-rope-theta is for draft heads; give the folder of one as --draft.")
         try:
-            return DraftOptions(draft, builder, float(rope_theta), tree)
+            return DraftOptions(draft, builder, float(rope_theta), tree, quantize)
         except ValueError:
             raise InputError(f"--draft-rope-theta should be a number, found {rope_theta!r}.") from None
 
@@ -104,7 +106,7 @@ class DraftPlan:
             return EagleDrafter(load_draft_head(self.path, self.head, target), tree, batch, rows)
         if self.model is not None:
             weight = target.norm.weight
-            model = load_network(self.path, self.model, weight.device, weight.dtype, quantized=True)
+            model = load_as(self.path, self.model, weight.device, weight.dtype, self.options.quantize)
             return ModelDrafter(model, n_drafted, batch, rows, vocab_size)
         return NgramDrafter(n_drafted) if self.options.draft == "ngram" else RootOnly()
 

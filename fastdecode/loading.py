@@ -16,8 +16,7 @@ from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import find_checkpoint, read_config, read_generation_config
 from models.config import ModelConfig
 from models.errors import InputError
-from quantize.network import load_network
-from quantize.on_the_fly import BITS, quantized_copy
+from quantize.on_the_fly import BITS, load_as
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -57,7 +56,7 @@ def load(
     """
     check_what_is_built(quantize=quantize)
     int8_cache = wants_int8_cache(kv_cache)
-    drafting = DraftOptions.parse(draft, tree, draft_rope_theta)
+    drafting = DraftOptions.parse(draft, tree, draft_rope_theta, quantize)
     place = _device(device)
     precision = _dtype(dtype, place)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
@@ -79,8 +78,7 @@ def load(
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
     preparation = prepare_compiler() if compile and place.type == "cpu" else None
-    weights = quantized_copy(path, config, quantize, note) if quantize in BITS else path
-    network = load_network(weights, read_config(weights), place, precision, quantize != "none", note)
+    network = load_as(path, config, place, precision, quantize, note)
     if preparation is not None:
         preparation.join()
     drafter = plan.build(network, limit, batch, min(tokenizer.vocab_size, config.vocab_size))

@@ -112,7 +112,7 @@ class Session:
         args = self.args
         check_what_is_built(quantize=args.quantize)
         wants_int8_cache(args.kv_cache)
-        DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta)
+        DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
         if args.profile:
             raise InputError("--profile is not built yet; leave it out.")
         if args.show_draft and args.json:

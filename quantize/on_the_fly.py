@@ -1,14 +1,17 @@
 """`--quantize int4` and `int8` of a checkpoint that is neither: quantized once, and kept in the user's cache."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
-from models.checkpoint import open_tensors
+import torch
+
+from models.checkpoint import open_tensors, read_config
 from models.config import ModelConfig
 from models.download import cache_folder
 from models.errors import InputError
+from models.transformer import Transformer
 from quantize.importers import GGUF_TYPES
+from quantize.network import Note, load_network
 from quantize.pipeline import quantize_checkpoint
 from quantize.plan import Options, plan_model
 
@@ -16,7 +19,22 @@ BITS = {"int4": 4, "int8": 8}
 GGUF_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 
-def quantized_copy(path: Path, config: ModelConfig, how: str, note: Callable[[str], None]) -> Path:
+def load_as(
+    path: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str,
+    note: Note = lambda sentence: None,
+) -> Transformer:
+    """`load_network` of the checkpoint `path` as `--quantize` says: auto (as stored), none, int4 or int8."""
+    if quantize in BITS:
+        path = quantized_copy(path, config, quantize, note)
+        config = read_config(path)
+    return load_network(path, config, device, dtype, quantize != "none", note)
+
+
+def quantized_copy(path: Path, config: ModelConfig, how: str, note: Note) -> Path:
     """The checkpoint `path` in the bits that `how` (int4, int8) says: itself, where it is stored so, else a copy in the
     cache, made now if it is not there yet. Nothing is left of one that was interrupted.
 

@@ -294,6 +294,6 @@ def test_a_published_head_drafts_through_load_also_from_a_stored_program(tiny, t
 def test_a_head_of_another_width_is_refused_with_both_numbers_before_weights_are_read(tiny, tmp_path, monkeypatch):
     tiny_checkpoint(tmp_path / "model", hidden_size=96)
     save_eagle1(random_head(tiny, "eagle1"), tmp_path / "head")
-    monkeypatch.setattr("fastdecode.loading.load_network", None)
+    monkeypatch.setattr("fastdecode.loading.load_as", None)
     with pytest.raises(InputError, match=r"48.*96|96.*48"):
         load(str(tmp_path / "model"), draft=str(tmp_path / "head"), device="cpu")
