@@ -1,1 +1,1 @@
-"""How weights get small: int8 and int4 storage, operators and methods. Nothing here yet."""
+"""How weights get small: int8 and int4 storage, operators and methods."""

@@ -23,12 +23,14 @@ from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import open_folder, read_config
 from models.config import ModelConfig
 from quantize import __main__ as script
+from quantize.calibration import LayerwiseCalibration
 from quantize.files import read_quantized
+from quantize.gptq import gptq_matrix
 from quantize.methods import quantize_matrix
 from quantize.network import load_network
 from quantize.pipeline import quantize_checkpoint
 from quantize.plan import Options, plan_model
-from quantize.report import Report
+from quantize.report import MatrixResult, Report, mean_error
 from quantize.text import own_texts, read_text, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +155,27 @@ def test_every_family_and_method(run, family, changes, method, tmp_path):
             assert torch.equal(found.read().q, expected.q)
 
 
+def test_gptq_sees_what_the_quantized_layers_before_it_pass_on(folder, tmp_path):
+    ids = torch.randint(3, 400, (3, 40), generator=torch.Generator().manual_seed(4))
+    options = Options(method="gptq", lm_head="16")
+    quantize_checkpoint(plan_model(folder, options), tmp_path / "out", options, token_ids=ids)
+    sources = matrices_of(tmp_path / "out")[0]
+    network = load_model(folder, read_config(folder), "cpu", torch.float32)
+    calibration = LayerwiseCalibration(network.config, network.embed_tokens, ids)
+    for i, layer in enumerate(network.layers):
+        hessians = calibration.layer(i, layer)
+        for name, parts in (("self_attn.qkv", "qkv"), ("self_attn.o", "o"), ("mlp.gate_up", ("gate", "up"))):
+            weight = layer.get_parameter(f"{name}_proj.weight")
+            place, sizes = name.rpartition(".")[0], {"qkv": [64, 32, 32], "o": [64]}.get(parts, [96, 96])
+            for part, rows in zip(parts, weight.split(sizes), strict=True):
+                expected = gptq_matrix(rows, hessians[f"{name}_proj"], 4, 32)
+                assert torch.equal(sources[f"layers.{i}.{place}.{part}_proj.weight"].read().q, expected.q)
+                rows.copy_(expected.dequantize())
+        down = layer.mlp.down_proj.weight
+        down.copy_(gptq_matrix(down, hessians["mlp.down_proj"], 4, 32).dequantize())
+        calibration.advance(layer)
+
+
 def test_stacked_experts_come_apart(run, tmp_path):
     """As some checkpoints store them: one tensor for all experts, gate and up together."""
     source, stacked = tmp_path / "in", tmp_path / "stacked"
@@ -204,6 +227,14 @@ def test_skipped_layers_stay_and_are_reported(run, folder, tmp_path):
     assert_near(tmp_path / "out", folder, 0.6)
 
 
+def test_a_layers_error_is_that_of_its_matrices_together():
+    a = MatrixResult("a", "layers.0.a", error=0.1, length=3, n_weights=10, n_bytes=5)
+    b = MatrixResult("b", "layers.0.b", error=0.5, length=1, n_weights=10, n_bytes=5)
+    assert mean_error([a, b]) == pytest.approx((0.3 + 0.5) / 4)
+    text = Report((a, b), (), (), 1, 1, 1.0).text()
+    assert re.search(r"layers.0 +2.00e-01   5.00e-01 b$", text, re.MULTILINE) and "4.00 bits per" in text
+
+
 def test_long_lists_of_what_stays_are_cut(run):
     code, out, _ = run("--skip", "*", "--lm-head", 16)
     assert code == 0 and out.count("left as it is:") == 16 and "0.00 bits" in out
@@ -250,7 +281,8 @@ def tiny_template():
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gguf_files_become_folders(run, kind, tied, tmp_path):
-    source = gguf(tmp_path / "x.gguf", getattr(tokenizer_fixtures, f"{kind}_fields")(), tied=tied)
+    fields = getattr(tokenizer_fixtures, f"{kind}_fields")() | {"add_bos_token": tied}
+    source = gguf(tmp_path / "x.gguf", fields, tied=tied)
     code, out, err = run("--bits", 8, "--skip", "*o_proj*", model=source)
     assert code == 0, err
     assert_near(tmp_path / "out", source, 0.3)
@@ -337,7 +369,11 @@ def test_blocks_of_a_gguf_that_are_left_alone_become_float16(run, tmp_path):
     code, _, err = run("--lm-head", 16, "--skip", "*o_proj*", model=source)
     assert code == 0, err
     found = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(found, torch.from_numpy(dequantize(data, GGMLQuantizationType.Q8_0)).half())
+    values = torch.from_numpy(dequantize(data, GGMLQuantizationType.Q8_0))
+    assert torch.equal(found, values.half())
+    assert run("--lm-head", "same", "--skip", "*o_proj*", model=source)[0] == 0  # and quantized from fp32
+    found, expected = matrices_of(tmp_path / "out")[0]["embed_tokens.weight"].read(), quantize_matrix(values, 4, 32)
+    assert torch.equal(found.q, expected.q) and torch.equal(found.scale, expected.scale)
 
 
 def test_a_gguf_needs_no_tokenizer_to_become_weights(tmp_path):
@@ -475,14 +511,17 @@ def test_without_a_file_the_model_makes_texts_up(run, folder, template, tmp_path
     assert_near(tmp_path / "out", source, 0.8)
 
 
-def test_texts_made_up_are_reproducible_and_begin_as_the_template_does(folder):
+def test_texts_made_up_are_reproducible_and_begin_as_the_template_does(folder, monkeypatch):
     from fastdecode.loading import load as load_decoder
 
     decoder = load_decoder(str(folder), batch=2, compile=False, max_seq_len=200)
     ids = own_texts(decoder, 2, 20)
     assert ids == own_texts(decoder, 2, 20) and len(ids) >= 40
-    opening = decoder.tokenizer.encode("<|im_start|>user\n")
-    assert ids[: len(opening)] == opening
+    generate, prompts = decoder.generate, []
+    monkeypatch.setattr(decoder, "generate", lambda given, **how: prompts.append(given) or generate(given, **how))
+    assert own_texts(decoder, 2, 20) == ids
+    assert prompts[0] == ["<|im_start|>user\n"] * 2  # it asks, and then it answers what it asked
+    assert len({message["content"] for (message,) in prompts[1]}) == 2
 
 
 def test_rows_are_taken_evenly_from_the_whole_text():
