@@ -160,7 +160,7 @@ def test_gptq_sees_what_the_quantized_layers_before_it_pass_on(folder, tmp_path)
     options = Options(method="gptq", lm_head="16")
     quantize_checkpoint(plan_model(folder, options), tmp_path / "out", options, token_ids=ids)
     sources = matrices_of(tmp_path / "out")[0]
-    network = load_model(folder, read_config(folder), "cpu", torch.float32)
+    network = load_network(folder, read_config(folder), torch.device("cpu"), torch.float32, quantized=False)
     calibration = LayerwiseCalibration(network.config, network.embed_tokens, ids)
     for i, layer in enumerate(network.layers):
         hessians = calibration.layer(i, layer)
