@@ -15,7 +15,6 @@ from rich.markup import escape
 
 from fastdecode.benchmark_report import SHORT_DTYPE, Row, as_report, machine
 from fastdecode.benchmark_rows import (
-    bytes_per_round,
     committed,
     comparison,
     decoder_row,
@@ -26,9 +25,10 @@ from fastdecode.benchmark_rows import (
     ratio,
 )
 from fastdecode.decoder import Decoder
+from fastdecode.drafters.root import RootOnly
 from fastdecode.drafting import DEFAULT_TREE, DraftOptions
 from fastdecode.loading import check_what_is_built, load, wants_int8_cache
-from fastdecode.memory import measure_bandwidth, peak_memory_bytes
+from fastdecode.memory import bytes_per_round, measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import SHIPPED, PromptLine, read_prompts
 from fastdecode.request import Result
@@ -38,6 +38,7 @@ from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import find_checkpoint, read_config
 from quantize.linear import QuantizedLinear
 from quantize.network import load_network
+from quantize.on_the_fly import BITS, quantized_copy
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
@@ -91,7 +92,7 @@ class Benchmark:
         if self.plan.drafts:
             programs.append(self._warmed_up(decoder.with_drafter(self.plan)))
             peaks.append(None)  # two decoders are in memory
-        peers = {name: _peer(name, decoder, args.model) for name in args.against}
+        peers = {name: _peer(name, decoder, args.model, args.quantize) for name in args.against}
 
         answers: dict[str, list] = {name: [] for name in peers}
         with self.console.status("Decoding …") as status:
@@ -115,7 +116,8 @@ class Benchmark:
             }
             row["peak_memory_mb"] = None if peak is None else peak / 1e6
             if program is not plain:
-                row |= {"draft": args.draft, "tree": args.tree if args.tree != "auto" else DEFAULT_TREE}
+                draft = str(self.plan.path) if args.draft == "auto" else args.draft
+                row |= {"draft": draft, "tree": args.tree if args.tree != "auto" else DEFAULT_TREE}
             rows.append(row)
         rows[-1] |= {"cold_compile_s": cold_compile_s, "warm_start_s": warm_start_s}
         for name, peer in peers.items():
@@ -147,10 +149,10 @@ class Benchmark:
         """
         find_checkpoint(self.args.model)  # a download is no part of a start
         with tempfile.TemporaryDirectory(prefix="fastdecode-cache-") as folder:
-            cold = None
-            if self.args.compile:
-                with self.console.status("Starting a fresh process with an empty compile cache …"):
-                    cold = measure_startup(self.args, Path(folder))["compile_s"]
+            with self.console.status("Starting a fresh process with an empty compile cache …"):
+                cold = measure_startup(self.args, Path(folder))["compile_s"] if self.args.compile else None
+                if not self.args.compile:
+                    measure_startup(self.args, Path(folder))  # operators are built at a first start, too
             with self.console.status("Starting a fresh process …"):
                 return cold, measure_startup(self.args, Path(folder))["total_s"]
 
@@ -182,7 +184,7 @@ class Benchmark:
         args, device = self.args, decoder.model.norm.weight.device
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         length = mean(min(len(ids) + args.max_new_tokens / 2, decoder.max_seq_len) for ids in prompts)
-        per_round = bytes_per_round(decoder, length, decoder.cache.quantized)
+        per_round = bytes_per_round(decoder.model, decoder.runner.round.drafter, length, decoder.cache.quantized)
         print(
             f"predicted ceiling: {bandwidth / per_round:.1f} tokens/s for one text without a draft "
             f"({bandwidth / 1e9:.1f} GB/s measured, {per_round / 1e6:,.0f} MB a round; {device}{threads}, "
@@ -200,7 +202,7 @@ class Benchmark:
             else:
                 margins.append(peer.margin(ids + theirs.token_ids[:different]))
         rates = rate_fields([answer.decode_tokens_per_s for answer in answers])
-        per_round = round(bytes_per_round(decoder, mean_length(results), int8_cache=False))  # the peer's is not
+        per_round = round(bytes_per_round(peer.network, RootOnly(), mean_length(results), int8_cache=False))
         comparable = SamplingOptions(**self.sampling).plain_greedy  # the peer always is
         return {
             **rates,
@@ -229,11 +231,11 @@ def text_of_length(n_tokens: int, source: str, count: Callable[[str], int]) -> s
     return None
 
 
-def _peer(name: str, decoder: Decoder, model: str):
+def _peer(name: str, decoder: Decoder, model: str, quantize: str):
     from fastdecode.benchmark_peers import TransformersPeer  # a slow import, and not everybody has it
 
-    path, weight = find_checkpoint(model), decoder.model.norm.weight
-    network = decoder.model
-    if any(isinstance(layer, QuantizedLinear) for layer in network.modules()):
-        network = load_network(path, network.config, weight.device, weight.dtype, quantized=False)
+    path, weight, network = find_checkpoint(model), decoder.model.norm.weight, decoder.model
+    if any(isinstance(layer, QuantizedLinear) for layer in network.modules()):  # the same numbers, as floats
+        stored = quantized_copy(path, read_config(path), quantize, lambda sentence: None) if quantize in BITS else path
+        network = load_network(stored, read_config(stored), weight.device, weight.dtype, quantized=False)
     return {"transformers": TransformersPeer}[name](network, path)

@@ -28,6 +28,7 @@ class TransformersPeer:
     """
 
     def __init__(self, model: Transformer, checkpoint: Path):
+        self.network = model
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         if model.config.rope.freq_factors:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fastdecode.benchmark_report import SHORT_DTYPE
-from fastdecode.decoder import Decoder
-from fastdecode.memory import cache_bytes_per_token, draft_bytes_per_round, weight_bytes_per_round
+from fastdecode.decoder import Decoder, common_prefix
+from fastdecode.memory import bytes_per_round
 from fastdecode.prompts import PromptLine
 from fastdecode.request import Result
 from models.transformer import Transformer
@@ -19,7 +19,8 @@ def decoder_row(decoder: Decoder, results: list[Result], lines: list[PromptLine]
     """The fields of one of our own rows that come from its answers to the prompts. `bandwidth` in bytes/s."""
     rates = rate_fields([result.stats["decode_tokens_per_s"] for result in results])
     tau, int8_cache = tau_of(results), decoder.cache.quantized
-    per_round = round(bytes_per_round(decoder, mean_length(results) * decoder.batch, int8_cache))
+    drafter, cached = decoder.runner.round.drafter, mean_length(results) * decoder.batch
+    per_round = round(bytes_per_round(decoder.model, drafter, cached, int8_cache))
     rate = rates["decode_tokens_per_s"]
     categories = {line.category: [] for line in lines if line.category is not None}
     for line, result in zip(lines, results, strict=True):
@@ -60,15 +61,9 @@ def comparison(
         if (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason):
             matched += 1
         elif greedy:
-            before = ids + common_prefix(ours.token_ids, theirs.token_ids)
+            before = ids + ours.token_ids[: common_prefix(ours.token_ids, theirs.token_ids)]
             margins.append(margin(decoder.model, before, decoder.cache.quantized))
     return {"matched": matched, "first_difference_margins": tuple(margins)}
-
-
-def common_prefix(a: list[int], b: list[int]) -> list[int]:
-    """The ids with which both begin."""
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:n]
 
 
 @torch.inference_mode()
@@ -127,15 +122,6 @@ def ratio(a: float | None, b: float | None) -> float | None:
 def mean_length(results: Sequence[Result]) -> float:
     """Tokens in the cache, on average over the answers and their rounds."""
     return mean(result.stats["prompt_tokens"] + result.stats["new_tokens"] / 2 for result in results)
-
-
-def bytes_per_round(decoder: Decoder, cached_tokens: float, int8_cache: bool) -> float:
-    """Bytes that a round has to read: weights, the drafter's once a level, and the keys and values of `cached_tokens`
-    tokens, in int8 or in the weights' dtype."""
-    model = decoder.model
-    weights = weight_bytes_per_round(model) + draft_bytes_per_round(decoder.runner.round.drafter)
-    per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype, int8_cache)
-    return weights + cached_tokens * per_token
 
 
 def accept_by_depth(results: Sequence[Result]) -> tuple[float, ...]:

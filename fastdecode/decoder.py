@@ -209,7 +209,7 @@ class Decoder:
         ids = request.prompt_ids
         cached, reusable = self.cached_ids[slot], 0
         if keep:
-            reusable = self.runner.round.drafter.reusable(_common_prefix(cached, ids[:-1]), len(cached) + 1)
+            reusable = self.runner.round.drafter.reusable(common_prefix(cached, ids[:-1]), len(cached) + 1)
         self.cached_ids[slot] = []  # nothing to rely on if prefill is interrupted
         if len(ids) - 1 > reusable:
             self.prefill.run(slot, ids, reusable)
@@ -244,7 +244,8 @@ def _program(options: SamplingOptions) -> str:
     return "greedy" if options.plain_greedy else "sampled"
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """With how many equal ids both begin."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -58,7 +58,7 @@ class DraftOptions:
         Raises InputError: for a head with both numbers where they differ, for a model of another tokenizer, and for a
         tree that it cannot grow.
         """
-        if self.draft == "auto" and holds_head(folder / "draft"):
+        if self.draft == "auto" and (folder / "draft" / "config.json").is_file() and holds_head(folder / "draft"):
             own = folder / "draft"
             return DraftPlan(self, own, head=read_head_config(own).fitted_to(target, str(own)))
         if self.draft == "auto" and self.tree_name != "auto":

@@ -1,5 +1,6 @@
 """Bytes: what a step must read, what fits, what was used, and how fast this machine reads."""
 
+import math
 import os
 import sys
 import time
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from models.cache import SCALE_DTYPE
+from models.checkpoint import open_tensors
 from models.config import ModelConfig
 from models.transformer import Transformer
+from quantize.importers import GGUF_TYPES
 
 SHARE_FOR_CACHE = 0.5  # of the memory that the weights leave free, where nobody asked for a length
 BYTES_A_WEIGHT = {"int4": 0.8, "int8": 1.2}  # scales, an 8-bit embedding and norms included
@@ -29,7 +32,7 @@ def weight_bytes_per_round(model: Transformer) -> int:
     total = 0
     for name, parameter in model.named_parameters():
         size = parameter.numel() * parameter.itemsize
-        if name == "embed_tokens.weight" and not model.config.tie_word_embeddings:
+        if name.startswith("embed_tokens.") and not model.config.tie_word_embeddings:
             continue
         if ".experts." in name:
             size = size * model.config.n_experts_per_token // model.config.n_experts
@@ -42,8 +45,18 @@ def draft_bytes_per_round(drafter: nn.Module) -> int:
     model = getattr(drafter, "model", None)
     if isinstance(model, Transformer):
         return drafter.max_depth * weight_bytes_per_round(model)
-    read = (p for name, p in drafter.named_parameters() if not name.endswith("embed_tokens.weight"))
+    head = getattr(drafter, "head", None)
+    if head is None:
+        return 0
+    read = {p for name, p in head.named_parameters(remove_duplicate=False) if not name.startswith("embed_tokens.")}
     return drafter.max_depth * sum(p.numel() * p.itemsize for p in read)
+
+
+def bytes_per_round(model: Transformer, drafter: nn.Module, cached_tokens: float, int8_cache: bool) -> float:
+    """Bytes that a round has to read: weights, the drafter's once a level, and the keys and values of `cached_tokens`
+    tokens, in int8 or in the weights' dtype."""
+    weights = weight_bytes_per_round(model) + draft_bytes_per_round(drafter)
+    return weights + cached_tokens * cache_bytes_per_token(model.config, model.norm.weight.dtype, int8_cache)
 
 
 def affordable_tokens(
@@ -75,8 +88,12 @@ def expected_weight_bytes(path: Path, config: ModelConfig, dtype: torch.dtype, q
         return min(floats, int(count * BYTES_A_WEIGHT[quantize]))
     if quantize == "none" or (path.is_dir() and config.quantization is None):
         return floats
-    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
-    return min(floats, int(1.2 * sum(file.stat().st_size for file in files)))
+    if path.is_dir():
+        return min(floats, int(1.2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))))
+    kept = [t for t in open_tensors(path, config).values() if t.dtype in GGUF_TYPES and len(t.shape) == 2]
+    elements = [math.prod(t.shape) for t in kept]
+    packed = sum(n // t.block * t.block_bytes for t, n in zip(kept, elements, strict=True))
+    return int(1.05 * packed) + (count - sum(elements)) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:

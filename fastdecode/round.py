@@ -99,7 +99,9 @@ class Round(nn.Module):
         vocab, seen, seen_output = logits.shape[-1], context.seen, context.seen_output
         noise = context.noise.gather(1, family.depth[:, :, None].expand(-1, -1, vocab))
         if self.drafter.max_depth:
-            drafted = sampling.ancestor_presence(tree.tokens, family.ancestors, vocab)
+            # Not the root: it is committed, and of the prompt in a text's first round, which is no output.
+            is_draft = torch.arange(tree.tokens.shape[1], device=logits.device) > 0
+            drafted = sampling.ancestor_presence(tree.tokens, family.ancestors & is_draft, vocab)
             seen, seen_output = seen | drafted, seen_output | drafted
         return sampling.choose(logits, context.options, noise, seen, seen_output, self.vocab_size)
 

@@ -212,7 +212,7 @@ def token_presence(tokens: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
 
 
 def ancestor_presence(tokens: Tensor, ancestors: Tensor, vocab_size: int) -> Tensor:
-    """`tokens [B, N]`, `ancestors [B, N, N]` -> `[B, N, V]` bool: which ids stand on the way from root to node."""
+    """`tokens [B, N]`, `ancestors [B, N, N]` -> `[B, N, V]` bool: which ids stand at the marked nodes above each."""
     batch, n = tokens.shape
     present = torch.zeros(batch, n, vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return present.scatter(2, torch.where(ancestors, tokens[:, None], vocab_size), True)[..., :vocab_size]

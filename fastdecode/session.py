@@ -15,7 +15,7 @@ from fastdecode.decoder import Piece, Prompt
 from fastdecode.detokenizer import StopStrings
 from fastdecode.drafting import DraftOptions
 from fastdecode.loading import check_what_is_built, load, wants_int8_cache
-from fastdecode.memory import cache_bytes_per_token, measure_bandwidth, peak_memory_bytes, weight_bytes_per_round
+from fastdecode.memory import bytes_per_round, cache_bytes_per_token, measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import read_prompts
 from fastdecode.request import Result, Span
@@ -165,14 +165,17 @@ class Session:
         decoder, weight = self.decoder, self.decoder.model.norm.weight
         weights = sum(p.numel() * p.itemsize for p in decoder.model.parameters())
         cache = sum(b.numel() * b.itemsize for b in decoder.cache.buffers())
+        drafter = decoder.runner.round.drafter
+        own = {*drafter.parameters(), *drafter.buffers()} - set(decoder.model.parameters())
+        drafting = sum(t.numel() * t.itemsize for t in own)
         per_token = cache_bytes_per_token(decoder.model.config, weight.dtype, decoder.cache.quantized)
         precision, kind = (str(t.dtype).removeprefix("torch.") for t in (weight, decoder.cache.k0))
         self.note(
             f"precision {precision} on {weight.device}; weights {weights / MB:,.0f} MB; "
             f"cache {kind} {cache / MB:,.0f} MB for {decoder.batch} × {decoder.max_seq_len} tokens "
             f"({per_token / 1e3:,.1f} kB a token); "
-            f"predicted memory {(weights + cache) / MB:,.0f} MB beside the program itself; "
-            f"draft {self.args.draft}, {decoder.runner.round.drafter.n_nodes} nodes a round"
+            f"draft {self.args.draft}, {drafter.n_nodes} nodes a round, {drafting / MB:,.0f} MB; "
+            f"predicted memory {(weights + cache + drafting) / MB:,.0f} MB beside the program itself"
         )
 
     def _report(self, results: list[Result]) -> None:
@@ -205,11 +208,11 @@ class Session:
 
     def _share_of_ceiling(self, rounds_per_s: float, stats: list[dict[str, Any]]) -> str:
         """A round costs at least the reading of all weights and of the cached text; what does the memory allow?"""
-        model = self.decoder.model
+        decoder = self.decoder
         mean_length = sum(s["prompt_tokens"] + s["new_tokens"] / 2 for s in stats) / len(stats)
-        per_token = cache_bytes_per_token(model.config, model.norm.weight.dtype, self.decoder.cache.quantized)
-        bytes_per_round = weight_bytes_per_round(model) + mean_length * per_token * self.decoder.batch
-        share = rounds_per_s * bytes_per_round / self.bandwidth
+        drafter, cached = decoder.runner.round.drafter, mean_length * decoder.batch
+        per_round = bytes_per_round(decoder.model, drafter, cached, decoder.cache.quantized)
+        share = rounds_per_s * per_round / self.bandwidth
         return f"{share:.0%} of what {self.bandwidth / 1e9:.1f} GB/s allow"
 
 

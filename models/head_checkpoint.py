@@ -238,7 +238,9 @@ def _unpickle(file: Path) -> Stored:
         ) from error
     except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise InputError(f"{file}: cannot be read as tensors ({type(error).__name__}); fetch it again.") from error
-    if not isinstance(values, Mapping) or not all(isinstance(v, Tensor) for v in values.values()):
+    if not isinstance(values, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()
+    ):
         raise InputError(f"{file}: should hold names and tensors, and nothing else.")
     found = {name.removeprefix("model."): PickledTensor(file, name, value) for name, value in values.items()}
     return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}

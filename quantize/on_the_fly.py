@@ -1,6 +1,7 @@
 """`--quantize int4` and `int8` of a checkpoint that is neither: quantized once, and kept in the user's cache."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from models.config import ModelConfig
 from models.download import cache_folder
 from models.errors import InputError
 from models.transformer import Transformer
-from quantize.importers import GGUF_TYPES
+from quantize.files import stored_quantization
+from quantize.importers import GGUF_TYPES, read_quantization
 from quantize.network import Note, load_network
 from quantize.pipeline import quantize_checkpoint
 from quantize.plan import Options, plan_model
@@ -41,14 +43,23 @@ def quantized_copy(path: Path, config: ModelConfig, how: str, note: Note) -> Pat
     Raises InputError for a checkpoint that is quantized otherwise, and where no group size fits.
     """
     bits = BITS[how]
-    if config.quantization is not None or stored_bits(path, config) == bits:
-        return path  # what a quantized folder holds is its own affair; load_network reads it
+    if config.quantization is not None:
+        if quantized_bits(path) != bits:
+            raise InputError(f"--quantize {how}: {path} is quantized already, otherwise; leave it out, or give none.")
+        return path
+    if stored_bits(path, config) == bits:
+        return path
     options = Options(bits, 32, "als", (), "8")
     copy = cache_folder() / "quantized" / f"{path.stem}-{how}-{fingerprint(path, options)}"
     if not (copy / "config.json").is_file():
         plan = plan_model(path, options)
         note(f"Quantizing to {how}, once: {copy} keeps the result.")
-        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{copy.parent}: cannot be made ({error.strerror}); set XDG_CACHE_HOME, or use python -m quantize."
+            ) from error
         quantize_checkpoint(plan, copy, options, files=None if path.is_dir() else {})
     return copy
 
@@ -62,9 +73,17 @@ def stored_bits(path: Path, config: ModelConfig) -> int | None:
     return bits.pop() if len(bits) == 1 and kinds <= set(GGUF_TYPES) else None
 
 
+def quantized_bits(path: Path) -> int | None:
+    """Bits of the layers of a folder that is quantized already, as its config.json says."""
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    ours = stored_quantization(config, str(file))
+    return (read_quantization(config, str(file)) if ours is None else ours).bits
+
+
 def fingerprint(path: Path, options: Options) -> str:
-    """Which checkpoint this is, without reading it whole: the place, size and time of its weights, and the options."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    """Which checkpoint this is, without reading it whole: the place, size and time of its files, and the options."""
+    files = [path] if path.is_file() else sorted((*path.glob("*.safetensors"), path / "config.json"))
     if not files:
         raise InputError(f"{path}: has no safetensors files to quantize.")
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -50,7 +50,7 @@ class ModelDrafter(nn.Module):
 
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:
         """Note whether the last draft was accepted: it is what is not cached."""
-        self.missing.copy_(path[:, -1] > 0)
+        self.missing.copy_(torch.where(text.done, self.missing, path[:, -1] > 0))
 
     def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
         """Cache one chunk of the prompt of text `slot`."""

@@ -40,6 +40,8 @@ PROMPTS = [1, 2, 32, 33, 34, 255, 256, 257, LIMIT - 40]
 SAMPLING = {
     "greedy": {},
     "greedy with penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    "greedy with penalties that decide": {"presence_penalty": 60.0, "repetition_penalty": 1.1},
+    "T 1, presence rewarded": {"temperature": 1.0, "presence_penalty": -8.0, "seed": 8},
     "T 0.5": {"temperature": 0.5, "seed": 5},
     "T 1, top-p": {"temperature": 1.0, "top_p": 0.9, "seed": 6},
     "T 1.5, penalties": {"temperature": 1.5, "repetition_penalty": 1.2, "seed": 7},
