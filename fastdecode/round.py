@@ -91,9 +91,11 @@ class Round(nn.Module):
         taps = self.drafter.feature_layers
         return self.model(tree.tokens, positions, rows, mask, key_positions, self.cache, taps)
 
-    def choose(self, logits: Tensor, tree: DraftTree, family: Lineage, context) -> Tensor:
-        """The target's own next token at every node, `[B, N]`: the one rule of sampling.py. `context`: a
-        SamplingContext, or None in greedy rounds."""
+    def choose(
+        self, logits: Tensor, tree: DraftTree, family: Lineage, context: sampling.SamplingContext | None
+    ) -> Tensor:
+        """The target's own next token at every node, `[B, N]`: the one rule of sampling.py. `context` is None in greedy
+        rounds."""
         if context is None:
             return sampling.greedy(logits, self.vocab_size)
         vocab, seen, seen_output = logits.shape[-1], context.seen, context.seen_output

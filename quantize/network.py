@@ -96,6 +96,8 @@ def load_network(
             else:
                 note(f"{name}: its parts are quantized differently, so it is dequantized.")
         quantize_experts(network, config, matrices, device)
+        if any(".experts." in name for name in matrices):
+            note("Some experts are quantized differently from each other, so they are dequantized.")
     stored |= {name: DequantizedTensor(path, matrix) for name, matrix in matrices.items()}
     fill_parameters(network, stored, config, device, dtype, str(path))
     return network.eval()
@@ -119,7 +121,9 @@ def load_draft_head(folder: Path, config: HeadConfig, target: Transformer) -> Dr
     if operators_available(weight.device):
         named = renamed_tensors(matrices, config, folder)
         for name, parts in whole_parameters(head, config.layer, named).items():
-            replace_module(head, name, [part.read() for part in parts], weight.device, weight.dtype)
+            imported = [part.read() for part in parts]
+            if alike(imported):  # else they stay as load_head made them, floats
+                replace_module(head, name, imported, weight.device, weight.dtype)
     return head
 
 
