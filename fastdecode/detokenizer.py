@@ -137,6 +137,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Takes one token and returns the text that is now safe to show. Nothing counts after a stop string."""
         if self.stopped:
+            self.last_parts = []
             return ""
         data = self._detokenizer.bytes_of(token_id)
         self._ids.append(token_id)

@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizer_fixtures as make
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastdecode.detokenizer import Detokenizer, StopStrings, TextStream
@@ -194,6 +194,7 @@ def test_bad_stop_strings_are_refused():
         TextStream(Bytes(), ("\udc80",))
 
 
+@example([b"\xe2\x82", b"ST", b"OP", b"a"])  # a token after the stop string completes nothing
 @given(st.lists(st.sampled_from([b"a", b"bc", b"", b"\xe2\x82", b"\xac", b"\xc3\xa9!", b"ST", b"OP"]), max_size=12))
 @settings(deadline=None)
 def test_every_part_of_the_text_belongs_to_the_token_that_completes_it(tokens):
