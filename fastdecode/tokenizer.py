@@ -94,11 +94,19 @@ class Tokenizer:
         The spaces before the message are left off, since they belong to the token of its first word. Raises
         `InputError` as `encode_chat` does, and where the template writes the message altered or not at all.
         """
+        return self._around_message()[0].rstrip(" ")
+
+    def chat_closing(self) -> str:
+        """The text between the user's first message and the answer. Raises `InputError` as `chat_opening` does."""
+        return self._around_message()[1]
+
+    def _around_message(self) -> tuple[str, str]:
         messages = [{"role": "user", "content": PLACEHOLDER}]
-        opening, found, _ = self._template.render(messages, False, self._special_tokens).partition(PLACEHOLDER)
+        text = self._template.render(messages, True, self._special_tokens)
+        opening, found, closing = text.partition(PLACEHOLDER)
         if not found:
             raise InputError("the chat template does not write a user's message as it is; give another")
-        return opening.rstrip(" ")
+        return opening, closing
 
     def first_difference(self, other: "Tokenizer") -> int | None:
         """The lowest id that stands for another text in `other`; None where they agree on all ids that both have."""

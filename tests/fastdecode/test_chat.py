@@ -76,18 +76,18 @@ def test_vicunas_template_is_vicunas():
 
 
 @pytest.mark.parametrize(
-    ("template", "opening"),
+    ("template", "opening", "closing"),
     [
-        (CHATML, "<|im_start|>user\n"),
-        ("{{ 'Be brief.' }}" + CHATML, "Be brief.<|im_start|>user\n"),
-        ("{{ bos_token + '[INST] ' + messages[0]['content'] | trim + ' [/INST]' }}", "<|im_start|>[INST]"),
-        (read_chat_template("vicuna"), VICUNA_SYSTEM + " USER:"),
+        (CHATML, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        ("{{ 'Be brief.' }}" + CHATML, "Be brief.<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        ("{{ bos_token + '[INST] ' + messages[0]['content'] | trim + ' [/INST]' }}", "<|im_start|>[INST]", " [/INST]"),
+        (read_chat_template("vicuna"), VICUNA_SYSTEM + " USER:", " ASSISTANT:"),
     ],
     ids=["chatml", "chatml with a system message", "llama-2", "vicuna"],
 )
-def test_a_chats_opening_ends_where_the_users_message_begins(tmp_path, template, opening):
+def test_a_chats_opening_and_closing_stand_around_the_users_message(tmp_path, template, opening, closing):
     tokenizer = load_tokenizer(make.byte_level_folder(tmp_path, chat_template=template))
-    assert tokenizer.chat_opening() == opening
+    assert (tokenizer.chat_opening(), tokenizer.chat_closing()) == (opening, closing)
 
 
 def test_no_opening_without_a_template_or_with_one_that_writes_no_message(tmp_path):
