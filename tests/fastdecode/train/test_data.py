@@ -140,7 +140,7 @@ def test_answers_of_a_file_can_be_kept(tmp_path, decoder):
     assert "oh" in text and "yes" in text and "hi" not in text and "so?" not in text
 
 
-@pytest.mark.parametrize("record", [{"turns": [1]}, {"x": "y"}, [], {"conversations": [{"from": "nobody", "value": ""}]}])
+@pytest.mark.parametrize("record", [{"turns": [1]}, {"x": "y"}, [], {"messages": [{"role": "nobody", "content": ""}]}])
 def test_a_line_that_is_no_conversation_is_named(tmp_path, record):
     file = write_jsonl(tmp_path / "talks.jsonl", {"prompt": "fine"}, record)
     with pytest.raises(InputError, match="line 2: expected"):
