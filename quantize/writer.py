@@ -188,6 +188,43 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     check_out(out)
+    with _part_folder(out) as part:
+        yield part
+        check_out(out)
+        _replace(part, out)
+
+
+@contextlib.contextmanager
+def new_files(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write a config.json and weights into; its files go into `out`, made if it is not there,
+    when all is well. Other files in `out` stay.
+
+    However the process ends, a config.json in `out` never stands beside files that do not belong to it: an older and
+    different one goes before the first file moves, and the new one moves last. Raises InputError when writing fails.
+    """
+    out = out.resolve()
+    if not out.parent.is_dir() or (out.exists() and not out.is_dir()):
+        raise InputError(f"-o {out}: give the name of a folder whose parent exists.")
+    with _part_folder(out) as part:
+        yield part
+        files = sorted(part.iterdir(), key=lambda file: (file.name == "config.json", file.name))
+        for file in files:
+            with open(file, "rb+") as opened:
+                os.fsync(opened.fileno())
+        out.mkdir(exist_ok=True)
+        old, new = out / "config.json", part / "config.json"
+        if old.exists() and old.read_bytes() != new.read_bytes():
+            old.unlink()
+        for file in files:
+            os.replace(file, out / file.name)
+
+
+@contextlib.contextmanager
+def _part_folder(out: Path) -> Iterator[Path]:
+    """A locked folder beside `out`, gone at the end unless it was renamed; what killed runs left is removed first.
+
+    Raises InputError where it, or what is done in it, fails for the file system's reasons.
+    """
     try:
         with _folder_lock(out.parent, wait=True):
             _sweep(out)
@@ -198,8 +235,6 @@ def new_folder(out: Path) -> Iterator[Path]:
             with lock:
                 os.chmod(part, 0o755)  # mkdtemp's folders are for their owner alone
                 yield part
-                check_out(out)
-                _replace(part, out)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except BrokenPipeError:
