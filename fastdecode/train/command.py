@@ -19,12 +19,13 @@ from fastdecode.train.checkpoint import STATE
 from fastdecode.train.curves import draw
 from fastdecode.train.data import DataOptions, answer_file, make_conversations
 from fastdecode.train.initial import draft_vocabulary, feature_layers_from, head_config, new_head, warm_head
+from fastdecode.train.kept import KeptFeatures
 from fastdecode.train.loop import Trainer
 from fastdecode.train.options import TrainOptions
 from fastdecode.train.output import write_head
 from fastdecode.train.parallel import Group, join_group, leave_group, local_device
 from fastdecode.train.progress import data_bar, training_bar
-from fastdecode.train.store import ConversationStore
+from fastdecode.train.store import Conversation, ConversationStore
 from models.checkpoint import find_checkpoint, read_config
 from models.eagle import DraftHead
 from models.errors import InputError
@@ -59,7 +60,9 @@ def train(args: argparse.Namespace) -> None:
         target = load_network(path, config, device, dtype, quantized=False, note=note).requires_grad_(False)
         store = conversations(args, target, folder / "data", group, note)
         head, extra = first_head(target, init, store, options, note)
-        trainer = Trainer(head, target, store.conversations[: args.conversations], options, folder, group, note)
+        chosen = store.conversations[: args.conversations]
+        kept = kept_features(args, head, target, store.fingerprint, chosen, folder / "features", group, note)
+        trainer = Trainer(head, target, chosen, options, folder, group, note, kept)
         if args.resume and trainer.resume():
             note(f"Going on from step {trainer.step} of {trainer.n_steps}, after {trainer.seconds / 60:.0f} minutes.")
         note(f"{len(trainer.indices)} conversations to train on in {trainer.n_steps} steps; "
@@ -89,6 +92,8 @@ def options_of(args: argparse.Namespace, autocast: bool = True) -> TrainOptions:
         raise InputError(f"--conversations should be 2 or more, found {args.conversations}.")
     if args.batch < 1:
         raise InputError(f"--batch should be 1 or more, found {args.batch}.")
+    if args.keep_features not in (None, "auto"):
+        positive(args.keep_features)
     given: dict[str, Any] = {name: getattr(args, name) for name in names}
     return TrainOptions(**given, autocast=autocast, feature_layers=feature_layers_from(args.layers))
 
@@ -153,6 +158,35 @@ def first_head(
         note(f"The {n_drafted} drafted ids cover {coverage:.2%} of the answers' tokens.")
         extra = {"draft_vocab_coverage": round(coverage, 5)}
     return new_head(head_config(config, options, n_drafted), target, drafted, options.seed), extra
+
+
+def kept_features(
+    args: argparse.Namespace,
+    head: DraftHead,
+    target: Transformer,
+    fingerprint: str,
+    chosen: list[Conversation],
+    folder: Path,
+    group: Group,
+    note: Callable[[str], None],
+) -> KeptFeatures | None:
+    """What --keep-features asks for."""
+    if args.keep_features is None:
+        return None
+    limit = None if args.keep_features == "auto" else positive(args.keep_features)
+    layers = head.feature_layers
+    return KeptFeatures(folder, target, fingerprint, chosen, args.max_length, layers, limit, group, note)
+
+
+def positive(text: str) -> float:
+    """The GB of --keep-features."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise InputError(f"--keep-features should be a number of GB above 0, found {text!r}.")
+    return value
 
 
 def report(trainer: Trainer, resumed_at: tuple[int, float], started: float) -> None:

@@ -20,6 +20,7 @@ from fastdecode.train.checkpoint import load_state, save_state
 from fastdecode.train.curves import Row, curve_row, write_csv
 from fastdecode.train.features import target_states
 from fastdecode.train.initial import trained_parameters
+from fastdecode.train.kept import KeptFeatures
 from fastdecode.train.losses import StepReport, eagle3_loss
 from fastdecode.train.options import TrainOptions
 from fastdecode.train.parallel import Group
@@ -52,7 +53,9 @@ class Trainer:
         folder: Path,
         group: Group = Group(),  # noqa: B008 - frozen
         note: Note = lambda sentence: None,
+        kept: KeptFeatures | None = None,
     ):
+        self.kept = kept
         self.head, self.target, self.conversations, self.options = head, target, conversations, options
         self.folder, self.group, self.note = folder, group, note
         self.device = target.norm.weight.device
@@ -162,10 +165,13 @@ class Trainer:
         """The head's loss and counts on one batch; `noise_of` (epoch, batch) is what EAGLE-1's noise hangs on."""
         options = self.options
         batch = collate([self.conversations[i] for i in indices], options.max_length, self.device)
-        hidden = target_states(self.target, batch, self.head.feature_layers)  # in its own precision, as it decodes
+        if self.kept is not None:
+            hidden, choices = self.kept.read(indices, batch)
+        else:  # in the target's own precision, as it decodes
+            hidden, choices = target_states(self.target, batch, self.head.feature_layers), None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
             if options.kind == "eagle3":
-                return eagle3_loss(self.head, self.target, hidden, batch, options.ttt_steps)
+                return eagle3_loss(self.head, self.target, hidden, batch, options.ttt_steps, choices=choices)
             noise = None if noise_of is None or not options.noise else self._noise(hidden.last, noise_of)
             from fastdecode.train.losses import eagle1_loss
 
@@ -207,6 +213,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write state and curve. A disk that is full or fails is reported, and the last good state stays."""
+        known = None if self.kept is None else self.kept.flush()
         if self.group.rank == 0:
             drafted = {} if self.head.drafted is None else {"drafted": self.head.drafted.cpu()}
             state = {
@@ -216,6 +223,7 @@ class Trainer:
                 "at": {name: getattr(self, name) for name in ("epoch", "position", "step", "tokens", "seconds")},
                 "rows": self.rows,
                 "tally": self.tally.values,
+                "kept": known,
                 "score": None if self.score is None else asdict(self.score),
             }
             try:
@@ -245,6 +253,8 @@ class Trainer:
             setattr(self, name, value)
         self.rows = state["rows"]
         self.tally.values.copy_(state["tally"])
+        if self.kept is not None and state["kept"] is not None:
+            self.kept.restore(state["kept"])
         score = state["score"]
         self.score = None if score is None else Score(**{**score, "accuracy": tuple(score["accuracy"])})
         return True
