@@ -55,7 +55,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument_group("the head").add_argument
     add("--draft-vocab", type=whole_number, default=8192, metavar="N", help=(
-        "ids that an EAGLE-3 head drafts, the most frequent ones in answers (default: 8192); 0: all"))
+        "ids that an EAGLE-3 head drafts, the most frequent ones in answers (default: 8192); 0: all. An EAGLE-1 head "
+        "drafts all, and learns to tell these apart"))
     add("--layers", metavar="A,B,C", help=(
         "layers whose entering states an EAGLE-3 head reads (default: 2, the middle, the third from the end)"))
     add("--fc-norm", action="store_true", help="norm each of those states (EAGLE-3.1)")

@@ -59,10 +59,10 @@ def train(args: argparse.Namespace) -> None:
     try:
         target = load_network(path, config, device, dtype, quantized=False, note=note).requires_grad_(False)
         store = conversations(args, target, folder / "data", group, note)
-        head, extra = first_head(target, init, store, options, note)
         chosen = store.conversations[: args.conversations]
+        head, extra = first_head(target, init, chosen, options, note)
         kept = kept_features(args, head, target, store.fingerprint, chosen, folder / "features", group, note)
-        trainer = Trainer(head, target, chosen, options, folder, group, note, kept)
+        trainer = Trainer(head, target, chosen, options, folder, group, note, kept, frequent_ids(target, chosen, options))
         if args.resume and trainer.resume():
             note(f"Going on from step {trainer.step} of {trainer.n_steps}, after {trainer.seconds / 60:.0f} minutes.")
         note(f"{len(trainer.indices)} conversations to train on in {trainer.n_steps} steps; "
@@ -145,19 +145,30 @@ def make_data(args: argparse.Namespace, store: ConversationStore, note: Callable
 
 
 def first_head(
-    target: Transformer, init: Path | None, store: ConversationStore, options: TrainOptions, note: Callable[[str], None]
+    target: Transformer,
+    init: Path | None,
+    chosen: list[Conversation],
+    options: TrainOptions,
+    note: Callable[[str], None],
 ) -> tuple[DraftHead, dict[str, Any]]:
     """The head to begin with, and what its config.json should say of it."""
     if init is not None:
         return warm_head(init, target, options.kind), {}
     config = target.config
-    drafted, extra, n_drafted = None, {}, config.vocab_size
-    if options.kind == "eagle3" and 0 < options.draft_vocab < config.vocab_size:
-        drafted, coverage = draft_vocabulary(store, options.draft_vocab, config.vocab_size)
-        n_drafted = options.draft_vocab
-        note(f"The {n_drafted} drafted ids cover {coverage:.2%} of the answers' tokens.")
-        extra = {"draft_vocab_coverage": round(coverage, 5)}
-    return new_head(head_config(config, options, n_drafted), target, drafted, options.seed), extra
+    if options.kind == "eagle1" or not 0 < options.draft_vocab < config.vocab_size:
+        return new_head(head_config(config, options, config.vocab_size), target, None, options.seed), {}
+    drafted, coverage = draft_vocabulary(chosen, options.draft_vocab, config.vocab_size)
+    note(f"The {len(drafted)} drafted ids cover {coverage:.2%} of the answers' tokens.")
+    head = new_head(head_config(config, options, len(drafted)), target, drafted, options.seed)
+    return head, {"draft_vocab_coverage": round(coverage, 5)}
+
+
+def frequent_ids(target: Transformer, chosen: list[Conversation], options: TrainOptions) -> torch.Tensor | None:
+    """EAGLE-1's logits cost as much as the rest of its training, so they are learnt among the frequent ids only."""
+    vocab_size = target.config.vocab_size
+    if options.kind != "eagle1" or not 0 < options.draft_vocab < vocab_size:
+        return None
+    return draft_vocabulary(chosen, options.draft_vocab, vocab_size)[0].to(target.norm.weight.device)
 
 
 def kept_features(

@@ -101,7 +101,7 @@ class KeptFeatures:
         return Hidden(last, tuple(entering)), choices.to(device).long()
 
     def flush(self) -> Tensor:
-        """Bring what is known to disk; returns which conversations that is, bool `[n]`, for `restore`. Raises OSError."""
+        """Bring what is known to disk; returns which conversations are, bool `[n]`, for `restore`. Raises OSError."""
         known = self.group.max(self.known.to(self.target.norm.weight.device, torch.int32)).cpu().bool()
         self.known.copy_(known)
         if self.group.rank == 0:

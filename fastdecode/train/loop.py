@@ -21,7 +21,7 @@ from fastdecode.train.curves import Row, curve_row, write_csv
 from fastdecode.train.features import target_states
 from fastdecode.train.initial import trained_parameters
 from fastdecode.train.kept import KeptFeatures
-from fastdecode.train.losses import StepReport, eagle3_loss
+from fastdecode.train.losses import StepReport, eagle1_loss, eagle3_loss
 from fastdecode.train.options import TrainOptions
 from fastdecode.train.parallel import Group
 from fastdecode.train.tally import Score, Tally
@@ -41,7 +41,8 @@ Note = Callable[[str], None]
 class Trainer:
     """One run: `head` learns from `conversations` what `target` says; `folder` holds its state and its curve.
 
-    Raises InputError when there is nothing to train on.
+    `kept`: the target's states, where they are kept. `ce_ids [n]` int64: the ids among which an EAGLE-1 head learns to
+    tell the target's token apart; None: all. Raises InputError when there is nothing to train on.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Trainer:
         group: Group = Group(),  # noqa: B008 - frozen
         note: Note = lambda sentence: None,
         kept: KeptFeatures | None = None,
+        ce_ids: Tensor | None = None,
     ):
-        self.kept = kept
+        self.kept, self.ce_ids = kept, ce_ids
         self.head, self.target, self.conversations, self.options = head, target, conversations, options
         self.folder, self.group, self.note = folder, group, note
         self.device = target.norm.weight.device
@@ -172,12 +174,15 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
             if options.kind == "eagle3":
                 return eagle3_loss(self.head, self.target, hidden, batch, options.ttt_steps, choices=choices)
-            noise = None if noise_of is None or not options.noise else self._noise(hidden.last, noise_of)
-            from fastdecode.train.losses import eagle1_loss
-
-            n_report_steps = options.report_steps
             return eagle1_loss(
-                self.head, self.target, hidden, batch, noise=noise, ce_ids=None, n_report_steps=n_report_steps
+                self.head,
+                self.target,
+                hidden,
+                batch,
+                noise=None if noise_of is None or not options.noise else self._noise(hidden.last, noise_of),
+                ce_ids=self.ce_ids,
+                n_report_steps=options.report_steps,
+                choices=choices,
             )
 
     def _noise(self, features: Tensor, noise_of: tuple[int, int]) -> Tensor:

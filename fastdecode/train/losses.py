@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdecode.train.cross_entropy import cross_entropy_of_states, soft_cross_entropy
 from fastdecode.train.features import Batch, lm_head_rows, target_choices
 from fastdecode.train.unroll import shifted, unroll
-from models.eagle import Eagle3Head
+from models.eagle import Eagle3Head, EagleHead
 from models.transformer import Hidden, Transformer
+
+CE_WEIGHT = 0.1  # of the cross-entropy in EAGLE-1's loss; SmoothL1 has 1
 
 
 class StepReport(NamedTuple):
@@ -57,20 +60,61 @@ def eagle3_loss(
         places, draft_ids = places[draft_ids >= 0], draft_ids[draft_ids >= 0]
         probabilities = F.linear(states[places], lm_head_rows(target, head.drafted)).float().softmax(-1)
         column = places % guessed.shape[1]
-    total, weight = 0.0, 0.0
-    correct = []
     dtype = head.fc.weight.dtype
     features = head.fuse(Hidden(hidden.last, tuple(states.to(dtype) for states in hidden.entering)))
+    total, weight, correct = 0.0, 0.0, []
     for step, for_logits in enumerate(unroll(head, shifted(batch.token_ids, 1), features, n_steps)):
-        inside = column >= step + 1  # the place of row i is i + 1 + step
+        inside = (column > step).nonzero()[:, 0]  # the place of row i is i + 1 + step
         rows = places[inside] - (step + 1)
-        logits = head.logits(for_logits.flatten(0, 1)[rows]).float()
-        total = total + decay**step * F.cross_entropy(logits, probabilities[inside], reduction="sum")
+        logits = head.logits(for_logits.flatten(0, 1).index_select(0, rows))
+        loss, best = soft_cross_entropy(logits, probabilities, inside)
+        total = total + decay**step * loss
         weight += decay**step * len(rows)
-        right = torch.zeros(guessed.numel(), dtype=torch.bool, device=guessed.device)
-        right[rows] = logits.detach().argmax(-1) == draft_ids[inside]
-        correct.append(right.view_as(guessed))
+        correct.append(_at_rows(best == draft_ids[inside], rows, guessed))
     return _report(total / max(weight, 1e-6), correct, guessed)
+
+
+def eagle1_loss(
+    head: EagleHead,
+    target: Transformer,
+    hidden: Hidden,
+    batch: Batch,
+    *,
+    noise: Tensor | None = None,
+    ce_ids: Tensor | None = None,
+    n_report_steps: int = 1,
+    choices: Tensor | None = None,
+) -> StepReport:
+    """EAGLE-1's loss: SmoothL1 of the head's states and the target's next ones, plus a tenth of their cross-entropy.
+
+    Averaged over the guesses for tokens of the answer. `noise [B, T, h]` is added to the features; the paper's is
+    uniform in +-0.1. `ce_ids [n]` int64: take the cross-entropy over these of the target's ids alone, which is much
+    cheaper; guesses are then among them, too. `choices` as for `eagle3_loss`; without them `ce_ids` bounds the target's
+    choices as well. Steps after the first are for the report and have no gradients.
+    """
+    guessed = _guessed(batch)
+    places = guessed.flatten().nonzero()[:, 0]
+    column = places % guessed.shape[1]
+    lm_head = lm_head_rows(target, ce_ids)
+    features = head.fuse(hidden).to(head.fc.weight.dtype)
+    features = features if noise is None else features + noise
+    steps = unroll(head, shifted(batch.token_ids, 1), features, n_report_steps)
+    loss, correct = torch.zeros((), device=features.device), []
+    for step in range(n_report_steps):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and step == 0):
+            inside = places[column > step]
+            rows = inside - (step + 1)
+            states = next(steps).flatten(0, 1).index_select(0, rows)
+            wanted = hidden.last.flatten(0, 1)[inside]
+            cross_entropy, best, likeliest = cross_entropy_of_states(states, wanted, lm_head)
+        if step == 0:
+            distance = F.smooth_l1_loss(states.float(), wanted.float(), reduction="sum") / states.shape[-1]
+            loss = (distance + CE_WEIGHT * cross_entropy) / max(len(rows), 1)
+        if ce_ids is not None:
+            best, likeliest = ce_ids[best], ce_ids[likeliest]
+        chosen = likeliest if choices is None else choices.flatten()[inside]
+        correct.append(_at_rows(best == chosen, rows, guessed))
+    return _report(loss, correct, guessed)
 
 
 def _guessed(batch: Batch) -> Tensor:
@@ -85,6 +129,11 @@ def _draft_ids(head: Eagle3Head) -> Tensor:
     ids = torch.full((n_ids,), -1, device=drafted.device)
     ids[drafted] = torch.arange(len(drafted), device=drafted.device)
     return ids
+
+
+def _at_rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """`values [n]` bool at flat `rows [n]` of a tensor with the shape of `like`, False elsewhere."""
+    return torch.zeros_like(like).flatten().index_copy(0, rows, values).view_as(like)
 
 
 def _report(loss: Tensor, correct: list[Tensor], guessed: Tensor) -> StepReport:

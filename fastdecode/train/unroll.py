@@ -78,9 +78,8 @@ def attend_steps(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     # The queries of a group lie one after another, so that one matmul serves them all and no key is repeated.
     q = (q * head_dim**-0.5).reshape(batch, n_kv_heads, -1, head_dim)  # [B, H_kv, G*T, D]
     by_row = (batch, n_kv_heads, -1, length, head_dim)
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ keys[0].transpose(2, 3)).view(batch, n_kv_heads, -1, length, length)
-    scores = [scores.masked_fill(future, float("-inf"))]
+    future = q.new_full((length, length), float("-inf")).triu(1)
+    scores = [(q @ keys[0].transpose(2, 3)).view(batch, n_kv_heads, -1, length, length) + future]
     scores += [(q.view(by_row) * k[:, :, None]).sum(-1, keepdim=True) for k in keys[1:]]
     weights = torch.cat(scores, dim=-1).softmax(-1).to(values[0].dtype)  # [B, H_kv, G, T, T + steps - 1]
     first, *others = weights.split([length] + [1] * (len(keys) - 1), dim=-1)
