@@ -8,6 +8,7 @@ from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.drafters.model import ModelDrafter
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.drafters.root import RootOnly
+from fastdecode.shipped_heads import find_shipped_head, shipped_heads
 from fastdecode.tokenizer import Tokenizer, load_tokenizer
 from fastdecode.tree_options import TreeBuilder, chain, parse_tree
 from models.checkpoint import find_checkpoint, read_config
@@ -16,10 +17,11 @@ from models.errors import InputError
 from models.head_checkpoint import holds_head, read_head_config
 from models.head_config import HeadConfig
 from models.transformer import Transformer
-from quantize.network import load_draft_head
+from quantize.network import has_quantized_matrices, load_draft_head
 from quantize.on_the_fly import load_as
 
 DEFAULT_CHAIN = 3
+HEAD_BITS = 8  # of a float head, for a target whose matrices are quantized
 DEFAULT_TREE = f"chain:{DEFAULT_CHAIN}"
 
 
@@ -50,10 +52,13 @@ class DraftOptions:
         except ValueError:
             raise InputError(f"--draft-rope-theta should be a number, found {rope_theta!r}.") from None
 
-    def plan(self, target: ModelConfig, tokenizer: Tokenizer, folder: Path) -> "DraftPlan":
-        """Find the head or model that is named, if one is, and check it against the target; reads no weights.
+    def plan(
+        self, target: ModelConfig, tokenizer: Tokenizer, folder: Path, heads: Path | None = None
+    ) -> "DraftPlan":
+        """Find the head or model that is named, if one is, and check it against the target; reads no matrices.
 
-        `auto` is the head in `draft/` inside the target's own `folder`, where there is one.
+        `auto` is the head in `draft/` inside the target's own `folder` (or GGUF file's path, which has none), else the
+        one in `heads` (None: those that ship) that was trained for this target, else nothing.
 
         Raises InputError: for a head with both numbers where they differ, for a model of another tokenizer, and for a
         tree that it cannot grow.
@@ -61,6 +66,9 @@ class DraftOptions:
         if self.draft == "auto" and (folder / "draft" / "config.json").is_file() and holds_head(folder / "draft"):
             own = folder / "draft"
             return DraftPlan(self, own, head=read_head_config(own).fitted_to(target, str(own)))
+        shipped = find_shipped_head(folder, target, heads or shipped_heads()) if self.draft == "auto" else None
+        if shipped is not None:
+            return DraftPlan(self, shipped[0], head=shipped[1])
         if self.draft == "auto" and self.tree_name != "auto":
             raise _needs_draft(self.tree_name)
         if self.draft in ("auto", "none", "ngram"):
@@ -103,7 +111,9 @@ class DraftPlan:
         tree = self.options.tree
         n_drafted, rows = tree.n_nodes - 1, cache_rows_for(max_seq_len, tree.n_nodes)
         if self.head is not None:
-            return EagleDrafter(load_draft_head(self.path, self.head, target), tree, batch, rows)
+            # Beside a quantized target a float head would take much of a round.
+            bits = HEAD_BITS if has_quantized_matrices(target) else None
+            return EagleDrafter(load_draft_head(self.path, self.head, target, bits), tree, batch, rows)
         if self.model is not None:
             weight = target.norm.weight
             model = load_as(self.path, self.model, weight.device, weight.dtype, self.options.quantize)

@@ -43,9 +43,9 @@ def load(
 ) -> Decoder:
     """Build a Decoder for `model`: a folder, a `.gguf` file, a hub id, or `smollm2-135m`.
 
-    `draft`: auto (the head in `draft/` of the model's folder, if any), none, ngram, or the folder or hub id of an EAGLE
-    head or of a small model; `tree`: auto (a chain of 3), chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL;
-    `draft_rope_theta`: another rotary base for the head.
+    `draft`: auto (the head in `draft/` of the model's folder, else one that ships for this model in models/heads/, else
+    none), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto (a chain of 3),
+    chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `kv_cache`: auto (keys and values in `dtype`) or int8, which takes about half of bfloat16's memory.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.

@@ -63,8 +63,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     add = group.add_argument
     add("--draft", default="auto", metavar="NAME", help=(
-        "auto (default: the head in draft/ inside the model's folder, if any), none, ngram (copies from the text so "
-        "far), or an EAGLE head or a small model of the same tokenizer: a folder or a hub id"))
+        "auto (default: the head in draft/ inside the model's folder, else the one in models/heads/ that was trained "
+        "for this model, else none), none, ngram (copies from the text so far), or an EAGLE head or a small model of "
+        "the same tokenizer: a folder or a hub id"))
     add("--tree", default="auto", metavar="SHAPE", help=(
         "auto (default: a chain of 3), chain:K (K drafted tokens), static (EAGLE-1's 25), static:FILE (JSON list of "
         "child-rank paths), dynamic:DEPTH,TOPK,TOTAL; ngram and models take chains only"))

@@ -20,12 +20,13 @@ from models.errors import InputError
 from models.fuse import StoredTensor, slots
 from models.head_checkpoint import load_head, renamed_tensors, tensors_of
 from models.head_config import HeadConfig
-from models.layers import Experts
+from models.layers import Experts, Linear
 from models.transformer import Transformer
 from quantize.experts import QuantizedExperts, QuantizedStack
 from quantize.files import read_quantized
 from quantize.importers import GGUF_TYPES, Imported, read_gguf_matrix, read_matrix, read_quantization, split_tensors
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated, operators_available
+from quantize.methods import quantize_matrix
 
 Note = Callable[[str], None]
 
@@ -103,11 +104,14 @@ def load_network(
     return network.eval()
 
 
-def load_draft_head(folder: Path, config: HeadConfig, target: Transformer) -> DraftHead:
+def load_draft_head(folder: Path, config: HeadConfig, target: Transformer, bits: int | None = None) -> DraftHead:
     """`models.head_checkpoint.load_head`, of a head whose matrices `python -m quantize` wrote in 4 or 8 bits as well:
-    those are kept so where the target's device has an operator for them."""
+    those are kept so where the target's device has an operator for them. Floats are quantized to `bits` there, unless
+    that is None."""
     if config.layer.quantization is None:
-        return load_head(folder, config, target)
+        head = load_head(folder, config, target)
+        available = bits is not None and operators_available(target.norm.weight.device)
+        return quantized_head(head, bits) if available else head
     if config.layer.quantization != "fastdecode":
         raise InputError(f"{folder}: is a head quantized by {config.layer.quantization!r}; give it as floats.")
     stored = tensors_of(folder)
@@ -125,6 +129,25 @@ def load_draft_head(folder: Path, config: HeadConfig, target: Transformer) -> Dr
             if alike(imported):  # else they stay as load_head made them, floats
                 replace_module(head, name, imported, weight.device, weight.dtype)
     return head
+
+
+def quantized_head(head: DraftHead, bits: int = 8) -> DraftHead:
+    """`head` with its float matrices rounded to nearest in `bits`, in groups of 64 columns or 32; those whose columns
+    are a multiple of neither stay floats, as its embedding does.
+
+    Drafts are proposals that the target checks: rounding can cost some acceptance, and never changes output.
+    """
+    for name, module in list(head.named_modules()):
+        fitting = [size for size in (64, 32) if isinstance(module, Linear) and module.in_features % size == 0]
+        if fitting:
+            weight = quantize_matrix(module.weight, bits, fitting[0], "rtn", name)
+            replace_module(head, f"{name}.weight", [Imported(weight, None)], module.weight.device, module.weight.dtype)
+    return head
+
+
+def has_quantized_matrices(network: nn.Module) -> bool:
+    """Whether any of its matrices is computed with as it is stored, in 4 or 8 bits."""
+    return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in network.modules())
 
 
 def quantized_matrices(

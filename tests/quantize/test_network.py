@@ -7,6 +7,7 @@ from pathlib import Path
 import foreign_packing as foreign
 import pytest
 import torch
+from golden_files import teacher_forced
 from safetensors.torch import load_file, save_file
 from test_decoder import text_of
 from test_script import carried, head_and_target
@@ -17,13 +18,14 @@ from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.loading import read_config
 from fastdecode.options import run_command
 from models.errors import InputError
-from models.layers import Experts
+from models.head_checkpoint import read_head_config
+from models.layers import Experts, Linear
 from quantize import cpu, kernels
 from quantize.__main__ import main as quantize_main
 from quantize.experts import QuantizedExperts
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated
 from quantize.methods import quantize_matrix
-from quantize.network import load_network
+from quantize.network import has_quantized_matrices, load_draft_head, load_network
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 CPU = torch.device("cpu")
@@ -262,3 +264,20 @@ def test_a_head_that_was_quantized_with_its_target_drafts_unasked(tmp_path, kind
         assert drafted.generate(text_of(n), **options).token_ids == without.generate(text_of(n), **options).token_ids
     with pytest.raises(InputError, match="needs a draft"):
         decoder(folder, tree="chain:2")
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "speculators"])
+@pytest.mark.parametrize(("bits", "closeness"), [(8, 0.999), (4, 0.9)])
+def test_a_float_heads_matrices_are_quantized_at_load_when_asked(tmp_path, kind, bits, closeness):
+    golden = carried(kind)
+    _, folder, target = head_and_target(golden, tmp_path, "safetensors")
+    config = read_head_config(folder).fitted_to(target.config, str(folder))
+    floats, small = (load_draft_head(folder, config, target, b) for b in (None, bits))
+    assert not any(isinstance(module, QuantizedLinear) for module in floats.modules())
+    assert not any(type(module) is Linear for module in small.modules() if module is not target.lm_head)
+    assert small.fc.bits == bits and has_quantized_matrices(small) and not has_quantized_matrices(target)
+    assert type(target.lm_head) is Linear  # EAGLE-1 borrows it, and the target keeps it
+    expected, found = (teacher_forced(h, golden.next_ids, h.fuse(golden.hidden))[1] for h in (floats, small))
+    assert not torch.equal(found, expected)
+    likeness = torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0)
+    assert closeness < likeness < 1
