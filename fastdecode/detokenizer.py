@@ -41,11 +41,6 @@ class Detokenizer:
         return self.decode(self.bytes_of(token_id))
 
     @property
-    def pending(self) -> bool:
-        """Whether bytes of an unfinished character are held back."""
-        return self.n_pending > 0
-
-    @property
     def n_pending(self) -> int:
         """How many bytes of an unfinished character are held back."""
         return len(self._utf8.getstate()[0])

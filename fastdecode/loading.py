@@ -46,6 +46,7 @@ def load(
     `draft`: auto (the head in `draft/` of the model's folder, else one that ships for this model in models/heads/, else
     none), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto (a chain of 3),
     chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
+    `quantize`: auto (weights as stored), none (dequantized), int8 or int4 (quantized once, and kept in the cache).
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `kv_cache`: auto (keys and values in `dtype`) or int8, which takes about half of bfloat16's memory.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
@@ -57,8 +58,8 @@ def load(
     check_what_is_built(quantize=quantize)
     int8_cache = wants_int8_cache(kv_cache)
     drafting = DraftOptions.parse(draft, tree, draft_rope_theta, quantize)
-    place = _device(device)
-    precision = _dtype(dtype, place)
+    place = choose_device(device)
+    precision = choose_dtype(dtype, place)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InputError(f"--batch should be a whole number of at least 1, found {batch!r}.")
     template = None if chat_template is None else read_chat_template(chat_template)
@@ -122,7 +123,9 @@ def _suggested_sampling(generation: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if neutral.get(name) != value}
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`, made the current one if it is a GPU; auto: CUDA where there is one. Raises InputError
+    for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, colon, index = name.partition(":")
@@ -138,7 +141,9 @@ def _device(name: str) -> torch.device:
     return torch.device(kind)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of `--dtype`; auto: bfloat16 where the hardware has it, else float16 on a GPU and float32 on a CPU.
+    Raises InputError for another name."""
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

@@ -51,8 +51,3 @@ def gumbel_noise(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """`seed [B]`, `positions [B, P]` (absolute, of the token to be chosen), both int64 -> fp32 `[B, P, V]`."""
     token_ids = torch.arange(vocab_size, device=seed.device)
     return gumbel(random_bits(seed[:, None, None], positions[:, :, None], token_ids))
-
-
-def gumbel_noise_at(seed: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The same noise at chosen ids: `seed [B]`, `positions [B, P]`, `token_ids [B, P, K]` -> fp32 `[B, P, K]`."""
-    return gumbel(random_bits(seed[:, None, None], positions[:, :, None], token_ids))

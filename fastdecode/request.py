@@ -14,13 +14,14 @@ class Result:
     """An answer. `token_ids` leave out the stop token and whatever reaches into a stop string; `finish_reason` is
     "stop" or "length"; `stats` has prompt_tokens, new_tokens, ttft_s, decode_tokens_per_s, rounds, tau, seed,
     accept_by_depth (entry d: the share of rounds that accepted more than d drafts), draft_ms, verify_ms and rest_ms a
-    round (None where they are not known)."""
+    round (None where they are not known); `stop_token_id` is the stop token that ended it, None for another end."""
 
     prompt: Any
     text: str
     token_ids: list[int]
     finish_reason: str
     stats: dict[str, Any] = field(default_factory=dict)
+    stop_token_id: int | None = None
 
 
 class Span(NamedTuple):
@@ -49,6 +50,7 @@ class Request:
         self.drafted: list[bool] = []  # by token
         self.spent = Spent()
         self.finish_reason: str | None = None
+        self.stop_token_id: int | None = None
 
     def take(self, new_tokens: list[int], n_drafted: int, done: bool, stop_ids: tuple[int, ...]) -> list[Span]:
         """Count the tokens that a round committed, of which the first `n_drafted` were drafted; returns the text that
@@ -65,7 +67,7 @@ class Request:
         for i, token in enumerate(new_tokens):
             self.committed += 1
             if token in stop_ids:
-                self.finish_reason = "stop"
+                self.finish_reason, self.stop_token_id = "stop", token
                 break
             self.drafted.append(i < n_drafted)
             spans += self._spans(self.stream.push(token))
@@ -95,4 +97,5 @@ class Request:
             "accept_by_depth": accept_by_depth(self.accepted),
             **dict(zip(("draft_ms", "verify_ms", "rest_ms"), self.spent.milliseconds(), strict=True)),
         }
-        return Result(self.prompt, self.stream.text, token_ids, self.finish_reason or "length", stats)
+        reason = self.finish_reason or "length"
+        return Result(self.prompt, self.stream.text, token_ids, reason, stats, self.stop_token_id)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastdecode.noise import gumbel_noise, gumbel_noise_at
+from fastdecode.noise import gumbel_noise
 from models.errors import InputError
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "filtered",
     "greedy",
     "gumbel_noise",
-    "gumbel_noise_at",
     "token_presence",
 ]
 

@@ -29,6 +29,7 @@ from models.errors import InputError
 from models.gguf import read_gguf
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+PLACEHOLDER = "\u2402"  # a message whose place in a template is wanted
 
 
 class Tokenizer:
@@ -85,6 +86,27 @@ class Tokenizer:
         not text.
         """
         return self.encode(self._template.render(messages, add_generation_prompt, self._special_tokens))
+
+    def chat_opening(self) -> str:
+        """The text of a conversation up to where the user's first message begins, for a model to go on from with a
+        message that it makes up (Magpie, arXiv:2406.08464).
+
+        The spaces before the message are left off, since they belong to the token of its first word. Raises
+        `InputError` as `encode_chat` does, and where the template writes the message altered or not at all.
+        """
+        return self._around_message()[0].rstrip(" ")
+
+    def chat_closing(self) -> str:
+        """The text between the user's first message and the answer. Raises `InputError` as `chat_opening` does."""
+        return self._around_message()[1]
+
+    def _around_message(self) -> tuple[str, str]:
+        messages = [{"role": "user", "content": PLACEHOLDER}]
+        text = self._template.render(messages, True, self._special_tokens)
+        opening, found, closing = text.partition(PLACEHOLDER)
+        if not found:
+            raise InputError("the chat template does not write a user's message as it is; give another")
+        return opening, closing
 
     def first_difference(self, other: "Tokenizer") -> int | None:
         """The lowest id that stands for another text in `other`; None where they agree on all ids that both have."""

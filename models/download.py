@@ -164,7 +164,7 @@ def _place_unnamed(file: PackagedFile, source: BinaryIO, target: Path) -> bool:
 
 def _place_renamed(file: PackagedFile, source: BinaryIO, target: Path) -> None:
     """Write under a temporary name, then rename."""
-    with _folder_lock(target.parent, wait=True):
+    with folder_lock(target.parent, wait=True):
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:
             with open(part, "xb") as out:
@@ -178,13 +178,13 @@ def _sweep(target: Path) -> None:
     """Remove the temporary files of processes that were killed. A living process holds the folder's lock."""
     stale = list(target.parent.glob(f".{target.name}.*.part"))
     if stale:
-        with _folder_lock(target.parent, wait=False) as held, contextlib.suppress(OSError):
+        with folder_lock(target.parent, wait=False) as held, contextlib.suppress(OSError):
             for part in stale if held else ():
                 part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _folder_lock(folder: Path, wait: bool) -> Iterator[bool]:
+def folder_lock(folder: Path, wait: bool) -> Iterator[bool]:
     """A lock on the folder itself, so that no lock file is left behind; it ends with its process. True: held."""
     try:
         import fcntl

@@ -44,7 +44,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
     Raises InputError, naming file and field, for an architecture or a value that cannot be honoured.
     """
-    config = ModelConfig.from_hf(_hf_fields(file), f"{file.path} (metadata)")
+    config = ModelConfig.from_hf(hf_fields(file), f"{file.path} (metadata)")
     factors = file.tensors.get("rope_freqs.weight")
     if factors is None:
         return config
@@ -94,8 +94,8 @@ class _Metadata:
             raise self.fail(f"{self.architecture}.{key}", f"{values[0]:g}: the model needs an operation not built")
 
 
-def _hf_fields(file: GGUFFile) -> dict[str, Any]:
-    """config.json's fields for these metadata."""
+def hf_fields(file: GGUFFile) -> dict[str, Any]:
+    """config.json's fields for these metadata. Raises InputError for what is missing or not supported."""
     metadata = _Metadata(file)
     architecture, tensors = metadata.architecture, file.tensors
     if file.metadata.get("split.count", 0) not in (0, 1):

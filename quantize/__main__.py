@@ -166,11 +166,11 @@ def calibration_ids(args: argparse.Namespace, tokenizer: Any, config: "ModelConf
 
 def evaluate(path: Path, out: Path, plan: "Plan", ids: list[int]) -> None:
     """Print `perplexity before X after Y`."""
-    from fastdecode.loading import _device, _dtype
+    from fastdecode.loading import choose_device, choose_dtype
     from quantize.text import perplexity_before_and_after
 
-    device = _device("auto")
-    before, after = perplexity_before_and_after(path, out, plan.config, ids, device, _dtype("auto", device))
+    device = choose_device("auto")
+    before, after = perplexity_before_and_after(path, out, plan.config, ids, device, choose_dtype("auto", device))
     print(f"perplexity before {before:.4f} after {after:.4f}")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantize.storage import Quantized
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_path.h"))  # the first includes the rest
 PATHS = ("plain", "avx2", "avx512", "bf16", "amx")  # as in cpu.cpp; each CPU has the first few
 BLOCK = 32  # outputs
 DIGEST_BYTES = 32
@@ -160,8 +160,7 @@ def load(folder: Path) -> Path | None:
     command = build_command()
     if command is None:
         return None
-    key = hashlib.sha256(repr((command, torch.__version__, platform.machine())).encode() + SOURCE.read_bytes())
-    library = folder / f"cpu-{key.hexdigest()[:32]}.so"
+    library = folder / library_name(command)
     try:
         if not intact(library):
             build(command, library)
@@ -169,6 +168,13 @@ def load(folder: Path) -> Path | None:
     except (OSError, subprocess.SubprocessError):  # no such folder, a compiler that cannot, a library that does not fit
         return None
     return library
+
+
+def library_name(command: list[str]) -> str:
+    """The name of what `command` builds, by a SHA-256 over what that depends on: compiler, sources, torch, CPU."""
+    sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in SOURCES]
+    key = hashlib.sha256(repr((command, torch.__version__, platform.machine(), sources)).encode())
+    return f"cpu-{key.hexdigest()[:32]}.so"
 
 
 def build_command() -> list[str] | None:
@@ -183,7 +189,7 @@ def build_command() -> list[str] | None:
     torch_folder = Path(torch.__file__).parent
     flags = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-w"]
     link = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    return [compiler, *flags, f"-I{torch_folder / 'include'}", str(SOURCE.resolve()), *link]
+    return [compiler, *flags, f"-I{torch_folder / 'include'}", str(SOURCES[0].resolve()), *link]
 
 
 def build(command: list[str], library: Path) -> None:

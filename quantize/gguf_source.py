@@ -8,7 +8,7 @@ import torch
 from models.config import FAMILIES, ModelConfig, RopeConfig
 from models.errors import InputError
 from models.gguf import read_gguf
-from models.gguf_config import _hf_fields, gguf_config
+from models.gguf_config import gguf_config, hf_fields
 from models.rope import inverse_frequencies
 
 LLAMA3_LENGTH = 8192  # what Llama 3's models were trained on before their context was stretched
@@ -23,7 +23,7 @@ def hf_config(path: Path) -> dict[str, Any]:
     file = read_gguf(path)
     config = gguf_config(file)
     family = config.model_type
-    fields = {"architectures": [FAMILIES[family][0]], "hidden_act": "silu", **_hf_fields(file)}
+    fields = {"architectures": [FAMILIES[family][0]], "hidden_act": "silu", **hf_fields(file)}
     if config.n_experts and family != "mixtral":
         fields["num_experts"] = config.n_experts
     if config.rope.freq_factors:

@@ -18,7 +18,6 @@ MOST_CHARACTERS = 4_000_000  # read of a calibration file; it takes far fewer to
 ROW, MOST_TOKENS = 512, 32768  # tokens of a calibration row, and of all
 FEWEST = 32  # tokens of a text that calibration can learn anything from
 CONTEXT = 1024  # tokens of a window of perplexity
-MARK = "\u2402"  # stands for a message whose place in a template is wanted
 
 
 def read_text(file: Path, option: str, most: int = -1) -> str:
@@ -60,8 +59,7 @@ def own_texts(decoder: Any, count: int, length: int, seed: int = 0) -> list[int]
         for result in decoder.generate([""] * count, raw=True, max_new_tokens=length, **sampling):
             ids += [tokenizer.bos_token_id, *result.token_ids]
         return ids
-    opening = tokenizer._template.render([{"role": "user", "content": MARK}], False, tokenizer._special_tokens)
-    opening = opening.partition(MARK)[0]
+    opening = tokenizer.chat_opening()
     asked = decoder.generate([opening] * count, raw=True, max_new_tokens=max(1, length // 4), **sampling)
     messages = [[{"role": "user", "content": result.text.strip() or "Hello."}] for result in asked]
     for message, result in zip(messages, decoder.generate(messages, max_new_tokens=length, **sampling), strict=True):

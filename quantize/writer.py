@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.download import _folder_lock
+from models.download import folder_lock
 from models.errors import InputError
 from quantize.files import FORMAT, VERSION, is_ours
 from quantize.storage import Quantized
@@ -226,11 +226,11 @@ def _part_folder(out: Path) -> Iterator[Path]:
     Raises InputError where it, or what is done in it, fails for the file system's reasons.
     """
     try:
-        with _folder_lock(out.parent, wait=True):
+        with folder_lock(out.parent, wait=True):
             _sweep(out)
             part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
             lock = contextlib.ExitStack()
-            lock.enter_context(_folder_lock(part, wait=False))  # tells other runs that this folder is in use
+            lock.enter_context(folder_lock(part, wait=False))  # tells other runs that this folder is in use
         try:
             with lock:
                 os.chmod(part, 0o755)  # mkdtemp's folders are for their owner alone
@@ -267,7 +267,7 @@ def _sweep(out: Path) -> None:
     for part in out.parent.glob(f".{_literal(out.name)}.*.part"):
         if os.name == "nt" or not part.is_dir():  # no such locks there
             continue
-        with _folder_lock(part, wait=False) as held:
+        with folder_lock(part, wait=False) as held:
             if held:
                 shutil.rmtree(part, ignore_errors=True)
 

@@ -1,7 +1,6 @@
 """What `python -m fastdecode.train` does: data, target, head, training, and the files that come of it."""
 
 import argparse
-import hashlib
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastdecode.loading import _device, _dtype, load
+from fastdecode.loading import choose_device, choose_dtype, load
 from fastdecode.train.checkpoint import STATE
 from fastdecode.train.curves import draw
 from fastdecode.train.data import DataOptions, answer_file, make_conversations
@@ -29,6 +28,7 @@ from fastdecode.train.store import Conversation, ConversationStore
 from models.checkpoint import find_checkpoint, read_config
 from models.eagle import DraftHead
 from models.errors import InputError
+from models.fingerprint import target_fingerprint
 from models.transformer import Transformer
 from quantize.network import load_network
 
@@ -45,8 +45,8 @@ def train(args: argparse.Namespace) -> None:
     out = Path(args.output).expanduser()
     folder = out / "training"
     check_out(out, folder, args.resume)
-    device = _device(local_device(args.device))
-    dtype = torch.float32 if args.no_autocast else _dtype(args.dtype, device)
+    device = choose_device(local_device(args.device))
+    dtype = torch.float32 if args.no_autocast else choose_dtype(args.dtype, device)
     options = options_of(args, autocast=not args.no_autocast and dtype == torch.bfloat16)
     path = find_checkpoint(args.target)
     config = read_config(path)
@@ -57,8 +57,8 @@ def train(args: argparse.Namespace) -> None:
     group = join_group(device)
     note = noter(group)
     try:
+        store = conversations(args, path, folder / "data", group, note)
         target = load_network(path, config, device, dtype, quantized=False, note=note).requires_grad_(False)
-        store = conversations(args, target, folder / "data", group, note)
         chosen = store.conversations[: args.conversations]
         head, extra = first_head(target, init, chosen, options, note)
         kept = kept_features(args, head, target, store.fingerprint, chosen, folder / "features", group, note)
@@ -109,26 +109,36 @@ def check_out(out: Path, folder: Path, resume: bool) -> None:
 
 
 def conversations(
-    args: argparse.Namespace, target: Transformer, folder: Path, group: Group, note: Callable[[str], None]
+    args: argparse.Namespace, path: Path, folder: Path, group: Group, note: Callable[[str], None]
 ) -> ConversationStore:
-    """The store in `folder`, filled up to what was asked for by the first process."""
-    fingerprint = target_fingerprint(target)
+    """The store in `folder`, filled by the first process up to what was asked for; `path`: the target."""
+    config = read_config(path)
+    fingerprint = target_fingerprint(path, config)
     if group.rank == 0:
         store = ConversationStore(folder, fingerprint)
-        make_data(args, store, note)
+        make_data(args, min(args.max_length, config.max_position_embeddings), store, note)
     group.wait()
     return store if group.rank == 0 else ConversationStore(folder, fingerprint)
 
 
-def make_data(args: argparse.Namespace, store: ConversationStore, note: Callable[[str], None]) -> None:
+def make_data(
+    args: argparse.Namespace, max_seq_len: int, store: ConversationStore, note: Callable[[str], None]
+) -> None:
     """Let the target answer until the store has as many conversations as were asked for."""
     own = args.data == "self"
     wanted = args.conversations or (CONVERSATIONS if own else None)
     if wanted is not None and len(store) >= wanted:
         return
     options = DataOptions(seed=args.seed)
-    decoder = load(args.target, draft="none", batch=args.batch, dtype=args.dtype, device=args.device, note=note,
-                   max_seq_len=None)
+    decoder = load(
+        args.target,
+        draft="none",
+        batch=args.batch,
+        dtype="float32" if args.no_autocast else args.dtype,
+        device=local_device(args.device),
+        max_seq_len=max_seq_len,
+        note=note,
+    )
     started, tokens = time.monotonic(), 0
     with data_bar(wanted, len(store)) as advance:
         def progress(n_conversations: int, n_tokens: int) -> None:
@@ -213,14 +223,6 @@ def report(trainer: Trainer, resumed_at: tuple[int, float], started: float) -> N
     table = Table("depth", *map(str, range(len(trainer.score.accuracy))), "expected tau")
     table.add_row("accuracy", *(f"{value:.3f}" for value in trainer.score.accuracy), f"{trainer.score.tau:.2f}")
     Console().print(table)
-
-
-def target_fingerprint(target: Transformer) -> str:
-    """SHA-256 over the target's sizes and its final norm, rounded to bfloat16: the same in every precision."""
-    c = target.config
-    sizes = (c.vocab_size, c.hidden_size, c.intermediate_size, c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim)
-    norm = target.norm.weight.detach().bfloat16().float().cpu().numpy().tobytes()
-    return hashlib.sha256(repr(sizes).encode() + norm).hexdigest()
 
 
 def noter(group: Group) -> Callable[[str], None]:

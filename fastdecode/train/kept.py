@@ -36,9 +36,9 @@ Note = Callable[[str], None]
 class KeptFeatures:
     """What `target` says of `conversations` (each cut at `max_length`), tapped at `tap_layers`, kept in `folder`.
 
-    At most `gigabytes` are kept, the first conversations' (None: half of the free disk); the others' states are computed
-    every time, and rounded to bfloat16 as well, so that it does not show. Files of another target, other data or other
-    taps, and files that were never completed, are made anew; `restore` takes up incomplete ones.
+    At most `gigabytes` are kept, the first conversations' (None: half of the free disk); the others' states are
+    computed every time, and rounded to bfloat16 as well, so that it does not show. Files of another target, other data
+    or other taps are made anew, and so are incomplete ones that `restore` does not take up.
     Raises InputError when the disk has no room.
     """
 

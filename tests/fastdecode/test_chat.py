@@ -30,6 +30,10 @@ LINES = """\
 {%- endfor %}
 turns: {{ state.turns }}{{ ' tools' if tools else '' }}
 """
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
 TALK = [
     {"role": "system", "content": "hello <b> & 'you'"},
     {"role": "user", "content": "  what is this?  "},
@@ -56,23 +60,42 @@ def test_chats_render_and_tokenize_as_transformers_does(tmp_path, template, add_
 
 
 def test_vicunas_template_is_vicunas():
-    system = (
-        "A chat between a curious user and an artificial intelligence assistant. "
-        "The assistant gives helpful, detailed, and polite answers to the user's questions."
-    )
     template = read_chat_template("vicuna")
     talk = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "How are you?"},
     ]
-    assert render(template, talk[:1], eos_token="</s>") == f"{system} USER: Hi ASSISTANT:"
-    expected = f"{system} USER: Hi ASSISTANT: Hello!</s>USER: How are you? ASSISTANT:"
+    assert render(template, talk[:1], eos_token="</s>") == f"{VICUNA_SYSTEM} USER: Hi ASSISTANT:"
+    expected = f"{VICUNA_SYSTEM} USER: Hi ASSISTANT: Hello!</s>USER: How are you? ASSISTANT:"
     assert render(template, talk, eos_token="</s>") == expected
     own = [{"role": "system", "content": "Be brief."}, *talk[:2]]
     assert render(template, own, False, eos_token="</s>") == "Be brief. USER: Hi ASSISTANT: Hello!</s>"
     with pytest.raises(InputError, match="roles must alternate"):
         render(template, talk[1:], eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "closing"),
+    [
+        (CHATML, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        ("{{ 'Be brief.' }}" + CHATML, "Be brief.<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        ("{{ bos_token + '[INST] ' + messages[0]['content'] | trim + ' [/INST]' }}", "<|im_start|>[INST]", " [/INST]"),
+        (read_chat_template("vicuna"), VICUNA_SYSTEM + " USER:", " ASSISTANT:"),
+    ],
+    ids=["chatml", "chatml with a system message", "llama-2", "vicuna"],
+)
+def test_a_chats_opening_and_closing_stand_around_the_users_message(tmp_path, template, opening, closing):
+    tokenizer = load_tokenizer(make.byte_level_folder(tmp_path, chat_template=template))
+    assert (tokenizer.chat_opening(), tokenizer.chat_closing()) == (opening, closing)
+
+
+def test_no_opening_without_a_template_or_with_one_that_writes_no_message(tmp_path):
+    folder = make.byte_level_folder(tmp_path)
+    with pytest.raises(InputError, match="no chat template"):
+        load_tokenizer(folder).chat_opening()
+    with pytest.raises(InputError, match="as it is"):
+        load_tokenizer(folder, chat_template="{{ bos_token }}").chat_opening()
 
 
 @pytest.mark.parametrize("writes_bos", [True, False])

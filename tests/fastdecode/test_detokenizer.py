@@ -46,8 +46,8 @@ def test_streaming_shows_the_whole_text_and_never_half_a_character(tokenizer, te
 def test_a_character_appears_with_its_last_byte():
     smile = "🙂".encode()
     detokenizer = Detokenizer(Bytes(*(smile[index : index + 1] for index in range(4)), b"!"), continues=True)
-    seen = [(detokenizer.push(index), detokenizer.pending) for index in range(5)]
-    assert seen == [("", True), ("", True), ("", True), ("🙂", False), ("!", False)]
+    seen = [(detokenizer.push(index), detokenizer.n_pending) for index in range(5)]
+    assert seen == [("", 1), ("", 2), ("", 3), ("🙂", 0), ("!", 0)]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -55,7 +55,7 @@ def test_a_length_cut_in_mid_character_drops_the_half(tokenizer, cut):
     data = b"ab" + "🙂".encode()[:cut]
     detokenizer = Detokenizer(Bytes(data), continues=True)
     assert detokenizer.push(0) + detokenizer.finish() == "ab"
-    assert not detokenizer.pending
+    assert detokenizer.n_pending == 0
 
     ids = tokenizer.encode("ab🙂")  # no training text had it: one token a byte
     assert tokenizer.decode(ids[: cut - 4]) == "ab"
@@ -87,7 +87,7 @@ def test_bytes_that_can_never_become_a_character_do_not_hold_the_text_back():
         detokenizer = Detokenizer(Bytes(broken, b" go on"), continues=True)
         shown = detokenizer.push(0) + detokenizer.push(1)
         assert shown.startswith("\ufffd") and shown.endswith("\ufffd go on")
-        assert not detokenizer.pending
+        assert detokenizer.n_pending == 0
 
 
 def test_only_an_answer_loses_the_artificial_space_and_only_that_one():

@@ -18,7 +18,6 @@ from fastdecode.sampling import (
     filtered,
     greedy,
     gumbel_noise,
-    gumbel_noise_at,
     token_presence,
 )
 from models.errors import InputError
@@ -383,12 +382,6 @@ def test_the_smallest_hash_values_are_as_frequent_as_all_others():
         counts += torch.stack([(bits < 2**16).sum(), (bits < 2**20).sum(), (bits >= 2**32 - 2**16).sum()])
     expected = 2e7 * torch.tensor([2**-16, 2**-12, 2**-16])
     assert ((counts - expected).abs() < 4 * expected.sqrt()).all(), (counts, expected)
-
-
-def test_noise_at_chosen_ids_is_the_noise_of_those_ids():
-    seed, positions = torch.tensor([1, 2**40, -5]), torch.tensor([[0, 7], [3, 4], [2**33, 9]])
-    ids = torch.randint(0, 900, (3, 2, 6), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(gumbel_noise_at(seed, positions, ids), gumbel_noise(seed, positions, 900).gather(2, ids))
 
 
 def test_no_two_pairs_of_seed_and_position_share_their_noise():

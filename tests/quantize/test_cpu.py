@@ -1,6 +1,7 @@
 """The CPU operator: right on every instruction set, each row on its own, and there however its library was found."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastdecode.program_cache import program_key
 from quantize import cpu
 from quantize.storage import Quantized, pack_nibbles
 
@@ -209,6 +211,22 @@ def test_without_a_compiler_it_is_plain_torch(monkeypatch, bits, group):
     monkeypatch.setattr(torch.ops.fastdecode, f"linear_int{bits}", None)
     y = cpu.linear(x, cpu.pack(weight))
     assert not cpu.available() and y.shape == (2, 3, 50) and relative_error(y, x, weight) < ERROR[torch.float32]
+
+
+def test_a_change_in_any_source_is_another_library_and_another_stored_program(monkeypatch):
+    included = re.findall(r'#include "(.*)"', cpu.SOURCES[0].read_text())
+    assert {cpu.SOURCES[0].name, *included} == {file.name for file in cpu.SOURCES}
+
+    def names():
+        return cpu.library_name(["g++"]), program_key(nn.Linear(2, 2), "forward", torch.zeros(2))
+
+    seen, read = [names()], Path.read_bytes
+    assert seen == [names()]
+    for file in cpu.SOURCES:
+        monkeypatch.setattr(Path, "read_bytes", lambda path, file=file: read(path) + b"\n" * (path == file))
+        seen.append(names())
+    for kind in zip(*seen, strict=True):
+        assert len(set(kind)) == len(seen)
 
 
 @pytest.mark.parametrize("command", [None, ["/no/such/compiler"], ["false"], ["true"]])

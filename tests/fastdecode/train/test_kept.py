@@ -73,7 +73,11 @@ def test_files_of_something_else_are_made_anew(tmp_path, what):
     found = features(tmp_path, tiny_target())
     fill(found)
     known = found.flush()
-    changes = {"fingerprint": {"fingerprint": "g"}, "data": {"data": conversations(10, seed=1)}, "layers": {"layers": (2, 3)}}
+    changes = {
+        "fingerprint": {"fingerprint": "g"},
+        "data": {"data": conversations(10, seed=1)},
+        "layers": {"layers": (2, 3)},
+    }
     if what == "damage":
         (tmp_path / "states.bin").write_bytes(b"short")
     other = features(tmp_path, tiny_target(), **changes.get(what, {}))
@@ -99,5 +103,5 @@ def test_a_disk_without_room_is_met_at_once(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kept.os, "posix_fallocate", full)
-    with pytest.raises(InputError, match="--keep-features needs .* No space left"):
+    with pytest.raises(InputError, match=r"--keep-features needs .*No space left"):
         features(tmp_path, tiny_target())

@@ -88,38 +88,36 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from loop_fixtures import tiny_trainer
-trainer = tiny_trainer(Path(sys.argv[1]), epochs=4)
-trainer.resume()
+trainer = tiny_trainer(Path(sys.argv[1]))
 def slowly(trainer):
     trainer.save()
     print(trainer.step, flush=True)
-    if len(sys.argv) > 2:
-        time.sleep(0.05)
+    time.sleep(0.05)
 trainer.run(progress=slowly)
-torch.save(trainer.parameters, sys.argv[1] + "/end.pt")
 """
 
 
-def run_victim(folder: Path, *slow: str) -> subprocess.Popen:
-    folder.mkdir(exist_ok=True)
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_killed_process_that_goes_on_ends_with_the_same_bits(tmp_path, one_thread):
     environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", VICTIM, str(folder), *slow]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def test_a_killed_process_that_goes_on_ends_with_the_same_bits(tmp_path):
-    undisturbed = run_victim(tmp_path / "whole")
-    killed = run_victim(tmp_path / "killed", "slow")
+    command = [sys.executable, "-c", VICTIM, str(tmp_path / "killed")]
+    killed = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     while (line := killed.stdout.readline()) and int(line) < 6:
         pass
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
-    again = run_victim(tmp_path / "killed")
-    steps = [int(line) for line in again.communicate()[0].splitlines()]
-    assert steps[0] > 6
-    undisturbed.communicate()
-    ends = [torch.load(tmp_path / name / "end.pt", weights_only=False) for name in ("whole", "killed")]
-    assert_same(*ends)
+    again, whole = tiny_trainer(tmp_path / "killed"), tiny_trainer(tmp_path / "whole")
+    assert again.resume() and 6 <= again.step < again.n_steps
+    again.run()
+    whole.run()
+    assert_same(weights_of(whole), weights_of(again))
 
 
 def test_a_step_of_two_batches_has_the_gradients_of_one_batch_twice_as_large(tmp_path):
@@ -148,28 +146,29 @@ torch.set_num_threads(1)
 from fastdecode.train.parallel import join_group, leave_group
 from loop_fixtures import tiny_trainer
 group = join_group(torch.device("cpu"))
-trainer = tiny_trainer(Path(sys.argv[1]), kind=sys.argv[2], group=group)
-trainer.run()
-torch.save((trainer.parameters, trainer.rows, trainer.step), f"{sys.argv[1]}/end{group.rank}.pt")
+for kind in ("eagle3", "eagle1"):
+    trainer = tiny_trainer(Path(sys.argv[1]) / kind, kind=kind, group=group)
+    trainer.run()
+    torch.save((trainer.parameters, trainer.rows, trainer.step), f"{sys.argv[1]}/{kind}{group.rank}.pt")
 leave_group(group)
 """
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-def test_two_processes_train_as_one_that_accumulates_two_batches(tmp_path, kind):
+def test_two_processes_train_as_one_that_accumulates_two_batches(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(script), str(tmp_path), kind], env=environment, check=True, capture_output=True)
-    alone = tiny_trainer(tmp_path / "alone", kind=kind, accumulate=2)
-    alone.run()
-    for rank in (0, 1):
-        parameters, rows, step = torch.load(tmp_path / f"end{rank}.pt", weights_only=False)
-        assert step == alone.step
-        for name, parameter in alone.parameters.items():
-            torch.testing.assert_close(parameters[name], parameter, rtol=1e-3, atol=2e-5)
-        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone.rows], rel=1e-3)
+    subprocess.run([*command, str(script), str(tmp_path)], env=environment, check=True, capture_output=True)
+    for kind in ("eagle3", "eagle1"):
+        alone = tiny_trainer(tmp_path / "alone" / kind, kind=kind, accumulate=2)
+        alone.run()
+        for rank in (0, 1):
+            parameters, rows, step = torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=False)
+            assert step == alone.step
+            for name, parameter in alone.parameters.items():
+                torch.testing.assert_close(parameters[name], parameter, rtol=1e-3, atol=2e-5)
+            assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone.rows], rel=1e-3)
 
 
 def test_a_full_disk_leaves_the_last_good_state_and_is_said(tmp_path, monkeypatch):
