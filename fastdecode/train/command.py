@@ -62,7 +62,8 @@ def train(args: argparse.Namespace) -> None:
         chosen = store.conversations[: args.conversations]
         head, extra = first_head(target, init, chosen, options, note)
         kept = kept_features(args, head, target, store.fingerprint, chosen, folder / "features", group, note)
-        trainer = Trainer(head, target, chosen, options, folder, group, note, kept, frequent_ids(target, chosen, options))
+        ce_ids = frequent_ids(target, chosen, options)
+        trainer = Trainer(head, target, chosen, options, folder, group, note, kept, ce_ids)
         if args.resume and trainer.resume():
             note(f"Going on from step {trainer.step} of {trainer.n_steps}, after {trainer.seconds / 60:.0f} minutes.")
         note(f"{len(trainer.indices)} conversations to train on in {trainer.n_steps} steps; "
