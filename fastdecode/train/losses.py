@@ -62,11 +62,12 @@ def eagle3_loss(
         column = places % guessed.shape[1]
     dtype = head.fc.weight.dtype
     features = head.fuse(Hidden(hidden.last, tuple(states.to(dtype) for states in hidden.entering)))
+    run, index = _rows_to_run(places, guessed, n_steps)
     total, weight, correct = 0.0, 0.0, []
-    for step, for_logits in enumerate(unroll(head, shifted(batch.token_ids, 1), features, n_steps)):
+    for step, for_logits in enumerate(unroll(head, shifted(batch.token_ids, 1), features, n_steps, run)):
         inside = (column > step).nonzero()[:, 0]  # the place of row i is i + 1 + step
         rows = places[inside] - (step + 1)
-        logits = head.logits(for_logits.flatten(0, 1).index_select(0, rows))
+        logits = head.logits(for_logits.index_select(0, index[rows]))
         loss, best = soft_cross_entropy(logits, probabilities, inside)
         total = total + decay**step * loss
         weight += decay**step * len(rows)
@@ -98,13 +99,14 @@ def eagle1_loss(
     lm_head = lm_head_rows(target, ce_ids)
     features = head.fuse(hidden).to(head.fc.weight.dtype)
     features = features if noise is None else features + noise
-    steps = unroll(head, shifted(batch.token_ids, 1), features, n_report_steps)
+    run, index = _rows_to_run(places, guessed, n_report_steps)
+    steps = unroll(head, shifted(batch.token_ids, 1), features, n_report_steps, run)
     loss, correct = torch.zeros((), device=features.device), []
     for step in range(n_report_steps):
         with torch.set_grad_enabled(torch.is_grad_enabled() and step == 0):
             inside = places[column > step]
             rows = inside - (step + 1)
-            states = next(steps).flatten(0, 1).index_select(0, rows)
+            states = next(steps).index_select(0, index[rows])
             wanted = hidden.last.flatten(0, 1)[inside]
             cross_entropy, best, likeliest = cross_entropy_of_states(states, wanted, lm_head)
         if step == 0:
@@ -129,6 +131,13 @@ def _draft_ids(head: Eagle3Head) -> Tensor:
     ids = torch.full((n_ids,), -1, device=drafted.device)
     ids[drafted] = torch.arange(len(drafted), device=drafted.device)
     return ids
+
+
+def _rows_to_run(places: Tensor, like: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
+    """The flat rows `[n]` that guess at any depth for one of the flat `places`; and `[B*T]`, each one's number."""
+    is_place = torch.zeros_like(like).flatten().index_fill(0, places, True).view_as(like)
+    needed = torch.stack([shifted(is_place, depth + 1) for depth in range(n_steps)]).any(0).flatten()
+    return needed.nonzero()[:, 0], needed.cumsum(0) - 1
 
 
 def _at_rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ after pair i attends. A mask would be mostly zeros, so the later steps' scores a
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdecode.train.features import at_least_rotary
 from models.eagle import DraftHead, Eagle3Layer
@@ -21,23 +21,33 @@ def shifted(values: Tensor, by: int) -> Tensor:
     return torch.cat((values[:, by:], torch.zeros_like(values[:, :by])), dim=1)
 
 
-def unroll(head: DraftHead, next_ids: Tensor, features: Tensor, n_steps: int) -> Iterator[Tensor]:
-    """Yield, for each step, the states that the head's lm_head reads, `[B, T, h]`.
+def unroll(head: DraftHead, next_ids: Tensor, features: Tensor, n_steps: int, rows: Tensor) -> Iterator[Tensor]:
+    """Yield, for each step, the states at `rows` that the head's lm_head reads, `[n, h]`.
 
-    `next_ids [B, T]` int64: the token after each feature. `features [B, T, h]`: what `head.fuse` gives. At step j rows
-    from T-j on lack a token and mean nothing. Gradients flow back through the steps.
+    `next_ids [B, T]` int64: the token after each feature. `features [B, T, h]`: what `head.fuse` gives. `rows [n]`
+    int64: row i of sequence b is b * T + i; of the others only step 0's keys and values are made, and what those need,
+    since no row sees another's later steps. At step j rows i from T-j on lack a token and mean nothing. Gradients flow
+    back through the steps.
     """
-    length = next_ids.shape[1]
+    batch, length = next_ids.shape
     at_least_rotary(head, length + n_steps)
     seen = [([], []) for _ in head.layers]  # keys and values of every layer, one of each per step
-    state = features
+    state, come = features.flatten(0, 1), None  # rows that come into a layer; None: all
     for step in range(n_steps):
         rotary = head.cos[step : step + length], head.sin[step : step + length]
-        embedded = head.embed_tokens(shifted(next_ids, step))
+        ids = shifted(next_ids, step).flatten()
+        embedded = head.embed_tokens(ids if come is None else ids[come])
         if not isinstance(head.layers[0], Eagle3Layer):
             state = head.fc(torch.cat((embedded, state.to(embedded.dtype)), dim=-1))
-        for layer, keys_values in zip(head.layers, seen, strict=True):
-            state = _run_layer(layer, embedded, state, rotary, keys_values)
+        for i, (layer, (keys, values)) in enumerate(zip(head.layers, seen, strict=True)):
+            x, state = _before_attention(layer, embedded, state)
+            y = _attention(layer.self_attn, x, (batch, length), come, rotary, keys, values)
+            if come is None and i + 1 == len(head.layers):
+                state, y, come = state.index_select(0, rows), y.index_select(0, rows), rows
+            elif come is not None:
+                y = y.index_select(0, rows)
+            state = state + layer.self_attn.o_proj(y)
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
         for_logits = state
         if hasattr(head, "norm"):
             for_logits = head.norm(state)
@@ -45,27 +55,35 @@ def unroll(head: DraftHead, next_ids: Tensor, features: Tensor, n_steps: int) ->
         yield for_logits
 
 
-def _run_layer(layer, embedded: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], seen: tuple[list, list]):
-    """What the layer's own forward does, with another attention."""
-    if isinstance(layer, Eagle3Layer):
-        normed = layer.hidden_norm(state)
-        x = torch.cat((layer.input_layernorm(embedded), normed), dim=-1)
-        state = normed if layer.norm_before_residual else state
-    else:
-        x = layer.input_layernorm(state)
-    state = state + _attention(layer.self_attn, x, rotary, *seen)
-    return state + layer.mlp(layer.post_attention_layernorm(state))
+def _before_attention(layer: nn.Module, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer's attention reads, and what its output is added to; as the layer's own forward has it."""
+    if not isinstance(layer, Eagle3Layer):
+        return layer.input_layernorm(state), state
+    normed = layer.hidden_norm(state)
+    both = torch.cat((layer.input_layernorm(embedded), normed), dim=-1)
+    return both, (normed if layer.norm_before_residual else state)
 
 
-def _attention(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], keys: list, values: list) -> Tensor:
-    batch, length, _ = x.shape
-    heads = attention.qkv_proj(x).view(batch, length, -1, attention.head_dim).transpose(1, 2)
+def _attention(
+    attention: Attention,
+    x: Tensor,
+    shape: tuple[int, int],
+    rows: Tensor | None,
+    rotary: tuple[Tensor, Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+) -> Tensor:
+    """`x [n, width]` at `rows` of `shape` (B, T) -> `[B*T, H*D]`, before o_proj. Adds to `keys` and `values`."""
+    batch, length = shape
+    qkv = attention.qkv_proj(x)
+    if rows is not None:
+        qkv = qkv.new_zeros(batch * length, qkv.shape[1]).index_copy(0, rows, qkv)
+    heads = qkv.view(batch, length, -1, attention.head_dim).transpose(1, 2)
     q, k, v = heads.split([attention.n_heads, attention.n_kv_heads, attention.n_kv_heads], dim=1)
     q = rotate(attention.q_norm(q), *rotary)
     keys.append(rotate(attention.k_norm(k), *rotary))
     values.append(v)
-    y = attend_steps(q, keys, values)
-    return attention.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+    return attend_steps(q, keys, values).transpose(1, 2).reshape(batch * length, -1)
 
 
 def attend_steps(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -4,12 +4,11 @@ import pytest
 import torch
 from eagle_fixtures import random_head
 from golden_files import target_for
-from train_fixtures import random_eagle3
+from train_fixtures import all_rows, random_eagle3
 
 from fastdecode.train.cross_entropy import cross_entropy_of_states, soft_cross_entropy
 from fastdecode.train.features import Batch, target_choices, target_states
 from fastdecode.train.losses import _report, eagle1_loss, eagle3_loss, expected_tau
-from fastdecode.train.unroll import unroll
 
 VOCAB, WIDTH, LENGTH = 40, 24, 12
 LAYOUT = {"vocab_size": VOCAB, "hidden_size": WIDTH}
@@ -51,7 +50,7 @@ def compute(kind, head, target, hidden, batch, n_steps=3, **more):
 
 def by_hand(kind, head, target, hidden, batch, n_steps, decay=0.8, ce_ids=None):
     """From the definition, one guess at a time: loss, and (correct, counted, survived) per depth."""
-    steps = list(unroll(head, batch.token_ids.roll(-1, 1), head.fuse(hidden), n_steps))
+    steps = all_rows(head, batch.token_ids.roll(-1, 1), head.fuse(hidden), n_steps)
     n, length = batch.token_ids.shape
     drafted = head.drafted.tolist() if kind == "eagle3" else (ce_ids if ce_ids is not None else torch.arange(VOCAB))
     drafted = list(map(int, drafted))
@@ -147,7 +146,7 @@ def test_the_mask_moves_with_the_inputs(target):
     batch = batch._replace(answer=answer)
     hidden = states_of(head, target, batch)
     choices = torch.full((2, LENGTH), int(head.drafted[3]))
-    steps = unroll(head, batch.token_ids.roll(-1, 1), head.fuse(hidden), n_steps)
+    steps = all_rows(head, batch.token_ids.roll(-1, 1), head.fuse(hidden), n_steps)
     p = target.logits(hidden.last)[0, m - 1, head.drafted].softmax(-1)
     losses = [-(p * head.logits(x[0, m - 2 - d]).log_softmax(-1)).sum() for d, x in enumerate(steps)]
     report = eagle3_loss(head, target, hidden, batch, n_steps, decay=0.5, choices=choices)

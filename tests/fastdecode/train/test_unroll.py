@@ -4,7 +4,7 @@ import pytest
 import torch
 from eagle_fixtures import random_head
 from golden_files import assert_close, golden_head, parametrize_golden
-from train_fixtures import random_eagle3, random_hidden
+from train_fixtures import all_rows, random_eagle3, random_hidden
 
 from fastdecode.train.unroll import attend_steps, unroll
 from models.transformer import Hidden
@@ -32,7 +32,7 @@ def some_head(name):
 def test_golden_unrolled_steps(golden, tmp_path):
     head, _ = golden_head(golden, tmp_path)
     n_steps = golden.facts["steps"]
-    steps = list(unroll(head, golden.next_ids, head.fuse(golden.hidden), n_steps))
+    steps = all_rows(head, golden.next_ids, head.fuse(golden.hidden), n_steps)
     for step, for_logits in enumerate(steps):
         tolerance = UNROLLED_TOLERANCE if step else TOLERANCE
         assert_close(head.logits(for_logits), golden.tensors[f"step{step}.logits"], tolerance)
@@ -65,7 +65,7 @@ def test_steps_are_the_heads_own_passes_under_a_dense_mask(name):
     cache = head.new_cache(batch, length * n_steps + 1)
     columns = torch.arange(length)
     causal, own = columns <= columns[:, None], torch.eye(length, dtype=torch.bool)
-    for step, for_logits in enumerate(unroll(head, next_ids, features, n_steps)):
+    for step, for_logits in enumerate(all_rows(head, next_ids, features, n_steps)):
         ids = torch.cat((next_ids[:, step:], torch.zeros(batch, step, dtype=torch.int64)), dim=1)
         mask = torch.cat([causal] + [own] * step, dim=1).expand(batch, -1, -1)
         positions = (columns + step).expand(batch, -1)
@@ -82,7 +82,7 @@ def test_a_row_of_step_j_is_what_j_drafts_after_its_pair_give(name):
     length, n_steps = 9, 4
     next_ids = torch.randint(40, (1, length))
     features = head.fuse(random_hidden(1, length))
-    steps = [head.logits(for_logits) for for_logits in unroll(head, next_ids, features, n_steps)]
+    steps = [head.logits(for_logits) for for_logits in all_rows(head, next_ids, features, n_steps)]
     for row in range(length - n_steps + 1):
         cache = head.new_cache(1, length + n_steps + 1)
         positions = torch.arange(row + 1)[None]
@@ -97,11 +97,22 @@ def test_a_row_of_step_j_is_what_j_drafts_after_its_pair_give(name):
                 state, for_logits = head(forced, state[:, -1:], at, at, mask, cache)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*VARIANTS, "eagle1"])
+def test_rows_left_out_change_nothing_for_the_others(name):
+    head = some_head(name)
+    next_ids = torch.randint(40, (2, 9))
+    features, rows = head.fuse(random_hidden(2, 9)), torch.tensor([1, 2, 5, 12, 17])
+    few, whole = unroll(head, next_ids, features, 3, rows), all_rows(head, next_ids, features, 3)
+    for step, (ours, expected) in enumerate(zip(few, whole, strict=True)):
+        assert_close(ours, expected.flatten(0, 1)[rows], UNROLLED_TOLERANCE if step else TOLERANCE)
+
+
 def test_gradients_are_those_of_the_heads_own_passes():
     head = random_eagle3(n_layers=2, qk_norm=True)
     next_ids, hidden = torch.randint(40, (2, 6)), random_hidden(2, 6)
     weights = torch.randn(3, 2, 6, 24)
-    sum((w * y).sum() for w, y in zip(weights, unroll(head, next_ids, head.fuse(hidden), 3), strict=True)).backward()
+    sum((w * y).sum() for w, y in zip(weights, all_rows(head, next_ids, head.fuse(hidden), 3), strict=True)).backward()
     ours = {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
     head.double()
@@ -115,7 +126,7 @@ def test_gradients_are_those_of_the_heads_own_passes():
             for name, p in head.named_parameters():
                 if name in ours:
                     p += sign * direction[name]
-            steps = unroll(head, next_ids, head.fuse(inputs), 3)
+            steps = all_rows(head, next_ids, head.fuse(inputs), 3)
             values.append(sum((w * y).sum() for w, y in zip(weights.double(), steps, strict=True)))
     slope = (values[0] - values[1]) / 2e-5
     predicted = sum((direction[name] * grad).sum() for name, grad in ours.items())

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fastdecode.train.unroll import unroll
 from models.config import ModelConfig
 from models.eagle import Eagle3Head
 from models.head_config import HeadConfig
@@ -39,3 +40,9 @@ def random_hidden(batch, length, width=24, seed=1) -> Hidden:
     numbers = torch.Generator().manual_seed(seed)
     states = [torch.randn(batch, length, width, generator=numbers) for _ in range(4)]
     return Hidden(states[0], tuple(states[1:]))
+
+
+def all_rows(head, next_ids, features, n_steps) -> list[torch.Tensor]:
+    """The states of every row at each step, `[B, T, h]`."""
+    steps = unroll(head, next_ids, features, n_steps, torch.arange(next_ids.numel()))
+    return [for_logits.view(*next_ids.shape, -1) for for_logits in steps]
