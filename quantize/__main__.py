@@ -154,13 +154,16 @@ def calibration_ids(args: argparse.Namespace, tokenizer: Any, config: "ModelConf
         return rows_of([i for text in texts for i in tokenizer.encode(text)], source, row)
     from fastdecode.loading import load
 
+    def note(sentence: str) -> None:
+        print(sentence, file=sys.stderr)
+
     started = time.perf_counter()
-    print(f"The model makes up {OWN_TEXTS} texts to calibrate on …", file=sys.stderr, flush=True)
-    # room for a chat template, the question and the answer
+    note(f"The model makes up {OWN_TEXTS} texts to calibrate on, which takes minutes on a CPU …")
+    # room for a chat template, the question and the answer; compiled, since rounds are many and sampling costs most
     length = min(4 * OWN_LENGTH, config.max_position_embeddings)
-    decoder = load(args.model, batch=OWN_BATCH, compile=False, max_seq_len=length, draft="none")
+    decoder = load(args.model, batch=OWN_BATCH, max_seq_len=length, draft="none", note=note)
     ids = own_texts(decoder, OWN_TEXTS, OWN_LENGTH)
-    print(f"{len(ids)} tokens in {time.perf_counter() - started:.0f} s.", file=sys.stderr, flush=True)
+    note(f"{len(ids)} tokens in {time.perf_counter() - started:.0f} s.")
     return rows_of(ids, "the model's own text", row=OWN_LENGTH)
 
 

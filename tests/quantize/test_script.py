@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_checkpoint
 from tiny_checkpoint import tiny_checkpoint
 
+from fastdecode.loading import load as load_decoder
 from fastdecode.options import run_command
 from fastdecode.tokenizer import load_tokenizer
 from models.checkpoint import open_folder, read_config
@@ -506,14 +508,13 @@ def test_without_a_file_the_model_makes_texts_up(run, folder, template, tmp_path
         tokenizer_fixtures.byte_level_folder(source)
     monkeypatch.setattr(script, "OWN_TEXTS", 3)
     monkeypatch.setattr(script, "OWN_LENGTH", 20)
+    monkeypatch.setattr("fastdecode.loading.load", partial(load_decoder, compile=False))  # which would take a minute
     code, _, err = run("--method", "gptq", model=source)
     assert code == 0 and re.search(r"\d+ tokens in \d+ s", err), err
     assert_near(tmp_path / "out", source, 0.8)
 
 
 def test_texts_made_up_are_reproducible_and_begin_as_the_template_does(folder, monkeypatch):
-    from fastdecode.loading import load as load_decoder
-
     decoder = load_decoder(str(folder), batch=2, compile=False, max_seq_len=200)
     ids = own_texts(decoder, 2, 20)
     assert ids == own_texts(decoder, 2, 20) and len(ids) >= 40
