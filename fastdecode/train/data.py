@@ -19,7 +19,7 @@ from fastdecode.train.store import Conversation, ConversationStore
 from models.errors import InputError
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-GROUP = 4  # prompts per slot of the decoder that are made before anything is saved
+GROUP = 8  # prompts per slot of the decoder that are made before anything is saved
 LONGEST_PROMPT = 1000  # characters of a made-up turn that is still worth an answer
 
 Progress = Callable[[int, int], None]  # conversations and answer tokens since the last call
