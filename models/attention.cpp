@@ -20,6 +20,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #define PLAIN 0
@@ -47,6 +48,9 @@ struct Cache {  // keys or values, [batch, kv heads, keys, dim]
   const float* scale;        // [batch, kv heads, keys] for int8 codes, or null
   int64_t scale_batch, scale_head;
   ScalarType type;
+  int64_t size;  // bytes of a number
+
+  const char* at(int64_t b, int64_t h, int64_t n) const { return data + b * batch + h * head + n * key; }
 };
 
 struct Chunk {
@@ -114,7 +118,7 @@ Tensor with_whole_rows(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x 
 Cache cache_of(const Tensor& x, const std::optional<Tensor>& scale) {
   const int64_t size = x.scalar_type() == ScalarType::Float ? 4 : x.scalar_type() == ScalarType::BFloat16 ? 2 : 1;
   Cache cache{static_cast<const char*>(x.const_data_ptr()), x.stride(0) * size, x.stride(1) * size, x.stride(2) * size,
-              nullptr, 0, 0, x.scalar_type()};
+              nullptr, 0, 0, x.scalar_type(), size};
   if (scale) {
     cache.scale = static_cast<const float*>(scale->const_data_ptr());
     cache.scale_batch = scale->stride(0), cache.scale_head = scale->stride(1);

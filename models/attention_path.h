@@ -28,6 +28,20 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? Floats{} : sum * power;
 }
 
+#if PATH != PLAIN
+// One step of a transposition: of two rows that are `step` apart, blocks of `step` off the diagonal change places.
+template <int step, size_t... j>
+inline void exchange(Ints* rows, std::index_sequence<j...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; i++) {
+    if (i & step) continue;
+    const Ints a = rows[i], b = rows[i + step];
+    rows[i] = __builtin_shuffle(a, b, Ints{int(j & step ? kWidth + j - step : j)...});
+    rows[i + step] = __builtin_shuffle(a, b, Ints{int(j & step ? kWidth + j : j + step)...});
+  }
+}
+#endif
+
 // rows[i][j] <-> rows[j][i]
 inline void transpose(Ints* rows) {
 #if PATH == PLAIN
@@ -38,22 +52,11 @@ inline void transpose(Ints* rows) {
       rows[j][i] = one;
     }
 #else
-#pragma GCC unroll 4
-  for (int step = 1; step < kWidth; step *= 2) {
-    Ints low, high;  // of two rows that are `step` apart, blocks of `step` off the diagonal change places
-#pragma GCC unroll 16
-    for (int j = 0; j < kWidth; j++) {
-      low[j] = j & step ? kWidth + j - step : j;
-      high[j] = j & step ? kWidth + j : j + step;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; i++) {
-      if (i & step) continue;
-      const Ints a = rows[i], b = rows[i + step];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + step] = __builtin_shuffle(a, b, high);
-    }
-  }
+  const auto lanes = std::make_index_sequence<kWidth>();
+  exchange<1>(rows, lanes);
+  exchange<2>(rows, lanes);
+  exchange<4>(rows, lanes);
+  if (kWidth > 8) exchange<8 % kWidth>(rows, lanes);
 #endif
 }
 
@@ -160,6 +163,14 @@ inline void weigh(
   *top = largest, *total = whole;
 }
 
+// Asks for the keys or the values of a task early: the hardware does not see where the next ones are.
+inline void prefetch(const Job& job, const Cache& cache, int64_t task) {
+  const Chunk chunk = job.chunks[task / job.kv_heads];
+  const char* row = cache.at(chunk.batch, task % job.kv_heads, chunk.first);
+  for (int key = 0; key < chunk.end; key++, row += cache.key)
+    for (int64_t line = 0; line < job.dim * cache.size; line += 64) __builtin_prefetch(row + line);
+}
+
 void run(const Job& job, int64_t first_task, int64_t end_task) {
   alignas(64) float keys[kMostDim * kChunk], values[kChunk * kMostDim], scores[kTile * kChunk];
   alignas(64) float k_scale[kChunk] = {}, v_scale[kChunk] = {};
@@ -168,13 +179,15 @@ void run(const Job& job, int64_t first_task, int64_t end_task) {
   for (int64_t task = first_task; task < end_task; task++) {
     const Chunk chunk = job.chunks[task / job.kv_heads];
     const int64_t head = task % job.kv_heads;
-    const char* k = job.k.data + chunk.batch * job.k.batch + head * job.k.head + chunk.first * job.k.key;
-    const char* v = job.v.data + chunk.batch * job.v.batch + head * job.v.head + chunk.first * job.v.key;
+    const char* k = job.k.at(chunk.batch, head, chunk.first);
+    const char* v = job.v.at(chunk.batch, head, chunk.first);
     auto transpose_any = transpose_keys<float>;
     auto read_any = read_values<float>;
     if (job.k.type == ScalarType::BFloat16) transpose_any = transpose_keys<uint16_t>, read_any = read_values<uint16_t>;
     if (job.k.type == ScalarType::Char) transpose_any = transpose_keys<int8_t>, read_any = read_values<int8_t>;
+    prefetch(job, job.v, task);
     transpose_any(k, job.k.key, chunk.end, dim, keys);
+    if (task + 1 < end_task) prefetch(job, job.k, task + 1);
     read_any(v, job.v.key, chunk.end, dim, values);
     std::memset(allowed, 0, sizeof(allowed));
     for (int64_t row = 0; row < job.rows; row++)
