@@ -1,10 +1,11 @@
 // Attention of up to 16 queries over a cache of keys and values on the CPU; see attention.py for shapes.
 //
-// Keys are taken in chunks of 64 at fixed places, whatever the bucket is. A task is a chunk of one kv head: it reads its
-// keys and values once, for all queries of all query heads that share them, and leaves for each query the largest score,
-// the sum of the weights under it, and the weighted sum of values. These are then added up, chunk after chunk. So a
-// query's sums have one order, which no other query, no bucket and no thread changes: a key that it may not look at adds
-// an exact zero, which is the same as a chunk that is left out because nobody may look there.
+// Keys are taken in chunks of 64 at fixed places, whatever the bucket is. A task is a chunk of one kv head: it reads
+// its keys and values once, for all queries of all query heads that share them, and leaves for each query the largest
+// score, the sum of the weights under it, and the weighted sum of values. These are then added up, chunk by chunk. So
+// a query's sums have one order, which no other query, no bucket and no thread changes: a key that it may not look at
+// adds an exact zero, which is the same as a chunk that is left out because nobody may look there. (Paths differ in the
+// last bits, so one path serves all.)
 //
 // Here are the operator, its threads, and the choice of the best path that the CPU has, at run time. What computes,
 // attention_path.h, is included once for each instruction set (PATH).
@@ -20,16 +21,20 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #define PLAIN 0
 #define AVX2 1
 #define AVX512 2
+#define BF16 3  // AVX512-BF16: products of pairs of bf16, summed in fp32; for q and k in bf16
 #define APART __attribute__((noinline)) static  // a function of its own, so that its sums get all the registers
 
 #if defined(__x86_64__) && __GNUC__ >= 11 && !defined(__clang__)
 #define HAS_X86_PATHS  // clang takes no #pragma GCC target
+#include <cpuid.h>
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -59,7 +64,7 @@ struct Chunk {
 };
 
 struct Job {
-  const float* q;  // [batch, kv heads, queries, dim], times dim ** -0.5; query g * rows + n is row n of the g-th head
+  const void* q;  // [batch, kv heads, queries, dim], fp32, for BF16 bf16; query g * rows + n is row n of the g-th head
   Cache k, v;
   const uint8_t* mask;  // [batch, rows, keys]
   int64_t mask_batch, mask_row;
@@ -68,6 +73,7 @@ struct Job {
   float* parts;                // [chunks, kv heads, queries, 2 + dim]: largest score, sum of weights, sum of values
   void* y;                     // [batch, rows, heads, dim], bf16 or fp32
   int64_t rows, kv_heads, queries, keys, dim;
+  float factor;  // of scores: dim ** -0.5
   bool bf16;
 };
 
@@ -99,14 +105,23 @@ namespace avx2 {
 namespace avx512 {
 #include "attention_path.h"
 }
+#pragma GCC target("avx512bf16")
+#define PATH BF16
+namespace bf16 {
+#include "attention_path.h"
+}
 #pragma GCC pop_options
 #endif
 
+// The best path of this CPU. Newer names than AVX-512's are not known to every compiler: ask the CPU.
 int best_path() {
 #ifdef HAS_X86_PATHS
+  unsigned a = 0, b, c, d;
 #define KNOWN(name) __builtin_cpu_supports(name)
   if (!(KNOWN("avx2") && KNOWN("fma"))) return PLAIN;
-  return KNOWN("avx512f") && KNOWN("avx512bw") && KNOWN("avx512dq") && KNOWN("avx512vl") ? AVX512 : AVX2;
+  if (!(KNOWN("avx512f") && KNOWN("avx512bw") && KNOWN("avx512dq") && KNOWN("avx512vl"))) return AVX2;
+  __get_cpuid_count(7, 1, &a, &b, &c, &d);
+  return a >> 5 & 1 ? BF16 : AVX512;
 #else
   return PLAIN;
 #endif
@@ -173,19 +188,22 @@ Tensor attend(const Tensor& q_given, const Tensor& k_given, const Tensor& v_give
 
   const int64_t group = heads / kv_heads, queries = group * rows;
   Tensor y = torch::stable::new_empty(q, {batch, rows, heads, dim});
-  std::vector<float> scaled(batch * heads * rows * dim);
-  Job job{scaled.data(), cache_of(k, k_scale), cache_of(v, v_scale), static_cast<const uint8_t*>(mask.const_data_ptr()),
-          mask.stride(0), mask.stride(1), nullptr, nullptr, nullptr, y.mutable_data_ptr(), rows, kv_heads, queries,
-          keys, dim, bf16};
-  float* to = scaled.data();
-  const float factor = float(1 / std::sqrt(double(dim)));
+  if (path < 0) path = best;
+  if (!bf16 || k.scalar_type() != ScalarType::BFloat16) path = std::min<int64_t>(path, AVX512);
+  std::vector<float> gathered(batch * heads * rows * dim);
+  Job job{gathered.data(), cache_of(k, k_scale), cache_of(v, v_scale),
+          static_cast<const uint8_t*>(mask.const_data_ptr()), mask.stride(0), mask.stride(1), nullptr, nullptr, nullptr,
+          y.mutable_data_ptr(), rows, kv_heads, queries, keys, dim, float(1 / std::sqrt(double(dim))), bf16};
+  float* to = gathered.data();
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++)
-      for (int64_t n = 0; n < rows; n++, to += dim) {
+      for (int64_t n = 0; n < rows; n++) {
         const int64_t at = b * q.stride(0) + h * q.stride(1) + n * q.stride(2);
-        const float* floats = static_cast<const float*>(q.const_data_ptr()) + at;
         const uint16_t* shorts = static_cast<const uint16_t*>(q.const_data_ptr()) + at;
-        for (int64_t i = 0; i < dim; i++) to[i] = (bf16 ? load_bf16(shorts + i) : floats[i]) * factor;
+        if (!bf16) std::memcpy(to, static_cast<const float*>(q.const_data_ptr()) + at, dim * 4);
+        else if (path == BF16) std::memcpy(to, shorts, dim * 2);
+        else for (int64_t i = 0; i < dim; i++) to[i] = load_bf16(shorts + i);
+        to += path == BF16 ? dim / 2 : dim;
       }
   std::vector<int64_t> first_chunk;
   const std::vector<Chunk> chunks = chunks_in_use(job, batch, first_chunk);
@@ -194,12 +212,12 @@ Tensor attend(const Tensor& q_given, const Tensor& k_given, const Tensor& v_give
   const std::unique_ptr<float[]> parts(new float[tasks * queries * (2 + dim)]);
   job.chunks = chunks.data(), job.first_chunk = first_chunk.data(), job.parts = parts.get();
 
-  if (path < 0) path = best;
   auto run = plain::run;
   auto combine = plain::combine;
 #ifdef HAS_X86_PATHS
   if (path == AVX2) run = avx2::run, combine = avx2::combine;
   if (path == AVX512) run = avx512::run, combine = avx512::combine;
+  if (path == BF16) run = bf16::run, combine = bf16::combine;
 #endif
   // What is worth waking a thread, in multiplications.
   const int64_t least = 1 << 16, of_task = 2 * kChunk * dim * (queries + 2);
@@ -217,6 +235,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastdecode, m) {
   m.def("attention_paths() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(fastdecode, CPU, m) { m.impl("attend", TORCH_BOX(&attend)); }
-STABLE_TORCH_LIBRARY_IMPL(fastdecode, CompositeExplicitAutograd, m) { m.impl("attention_paths", TORCH_BOX(&path_count)); }
+STABLE_TORCH_LIBRARY_IMPL(fastdecode, CompositeExplicitAutograd, m) {
+  m.impl("attention_paths", TORCH_BOX(&path_count));
+}
 
 }  // namespace

@@ -13,7 +13,7 @@ from torch import Tensor
 from models import native
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "attention_path.h"))
-PATHS = ("plain", "avx2", "avx512")  # as in attention.cpp; each CPU has the first few
+PATHS = ("plain", "avx2", "avx512", "bf16")  # as in attention.cpp; each CPU has the first few
 MOST_ROWS = 16
 LARGEST_HEAD = 256
 

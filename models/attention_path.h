@@ -2,8 +2,8 @@
 // own: run (tasks: chunks of keys of one kv head) and combine (their parts, for some queries). So there is no include
 // guard, and what all of them share (Job, load, the constants) is in attention.cpp.
 
-constexpr int kWidth = PATH == AVX512 ? 16 : PATH == AVX2 ? 8 : 4;  // floats to a vector
-constexpr int kVectors = PATH == AVX512 ? 4 : 2;                    // whose sums, for kRows rows, fit the registers
+constexpr int kWidth = PATH >= AVX512 ? 16 : PATH == AVX2 ? 8 : 4;  // floats to a vector
+constexpr int kVectors = PATH >= AVX512 ? 4 : 2;                    // whose sums, for kRows rows, fit the registers
 constexpr int kRows = 6;
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
@@ -100,16 +100,27 @@ APART void read_values(const char* from, int64_t stride, int count, int dim, flo
     }
 }
 
-// `y [rows, vectors] = a [rows, n] @ b [n, vectors]`, summed along n; returns `rows`.
-template <int rows, int vectors>
-APART int multiply(const float* a, int64_t a_row, int n, const float* b, int64_t b_row, float* y, int64_t y_row) {
+inline Floats multiply_add(Floats sum, float a, Floats b) { return sum + a * b; }
+#if PATH == BF16
+inline Floats multiply_add(Floats sum, int32_t a, Ints b) {  // of pairs of bf16
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+}
+#endif
+
+template <class T>
+using Vector = std::conditional_t<std::is_same_v<T, float>, Floats, Ints>;
+
+// `y [rows, vectors] = a [rows, n] @ b [n, vectors]`, summed along n; returns `rows`. T: float, or int32_t for pairs.
+template <int rows, int vectors, class T>
+APART int multiply(const T* a, int64_t a_row, int n, const T* b, int64_t b_row, float* y, int64_t y_row) {
   Floats sum[rows][vectors] = {};
   for (int i = 0; i < n; i++)
 #pragma GCC unroll 4
     for (int vector = 0; vector < vectors; vector++) {
-      const Floats values = load<Floats>(b + i * b_row + vector * kWidth);
+      const Vector<T> column = load<Vector<T>>(b + i * b_row + vector * kWidth);
 #pragma GCC unroll 8
-      for (int row = 0; row < rows; row++) sum[row][vector] += a[row * a_row + i] * values;
+      for (int row = 0; row < rows; row++)
+        sum[row][vector] = multiply_add(sum[row][vector], a[row * a_row + i], column);
     }
   for (int row = 0; row < rows; row++)
     for (int vector = 0; vector < vectors; vector++) store(y + row * y_row + vector * kWidth, sum[row][vector]);
@@ -117,10 +128,11 @@ APART int multiply(const float* a, int64_t a_row, int n, const float* b, int64_t
 }
 
 // The same for any number of rows and of columns, a multiple of 16.
-inline void multiply_all(
-    int rows, int columns, const float* a, int64_t a_row, int n, const float* b, int64_t b_row, float* y, int64_t y_row) {
+template <class T>
+void multiply_all(
+    int rows, int columns, const T* a, int64_t a_row, int n, const T* b, int64_t b_row, float* y, int64_t y_row) {
   const auto some = [&](auto vectors, int row, int column) {
-    const float *a_at = a + row * a_row, *b_at = b + column;
+    const T *a_at = a + row * a_row, *b_at = b + column;
     float* y_at = y + row * y_row + column;
     constexpr int v = decltype(vectors)::value;
     if (rows - row >= kRows) return multiply<kRows, v>(a_at, a_row, n, b_at, b_row, y_at, y_row);
@@ -139,13 +151,13 @@ inline void multiply_all(
       }
 }
 
-// Turns a query's scores into weights, in place; `allowed [kChunk]`, scales (or null) likewise.
-inline void weigh(
-    float* scores, const uint8_t* allowed, const float* k_scale, const float* v_scale, float* top, float* total) {
+// Turns a query's products with keys into weights, in place; `allowed [kChunk]`, scales (or null) likewise.
+inline void weigh(float* scores, float factor, const uint8_t* allowed, const float* k_scale, const float* v_scale,
+                  float* top, float* total) {
   Floats vectors[kChunk / kWidth], most = Floats{} - FLT_MAX, sum = {};
   Ints may[kChunk / kWidth];
   for (int i = 0; i < kChunk / kWidth; i++) {
-    vectors[i] = load<Floats>(scores + i * kWidth);
+    vectors[i] = load<Floats>(scores + i * kWidth) * factor;
     if (k_scale) vectors[i] *= load<Floats>(k_scale + i * kWidth);
     may[i] = __builtin_convertvector(load<Chars>(allowed + i * kWidth), Ints) != 0;
     const Floats seen = may[i] ? vectors[i] : Floats{} - FLT_MAX;
@@ -175,7 +187,8 @@ void run(const Job& job, int64_t first_task, int64_t end_task) {
   alignas(64) float keys[kMostDim * kChunk], values[kChunk * kMostDim], scores[kTile * kChunk];
   alignas(64) float k_scale[kChunk] = {}, v_scale[kChunk] = {};
   alignas(64) uint8_t allowed[kMostRows][kChunk];
-  const int dim = job.dim;
+  const int dim = job.dim, words = PATH == BF16 ? dim / 2 : dim;  // of 32 bits in a query
+  typedef std::conditional_t<PATH == BF16, int32_t, float> Word;
   for (int64_t task = first_task; task < end_task; task++) {
     const Chunk chunk = job.chunks[task / job.kv_heads];
     const int64_t head = task % job.kv_heads;
@@ -186,7 +199,8 @@ void run(const Job& job, int64_t first_task, int64_t end_task) {
     if (job.k.type == ScalarType::BFloat16) transpose_any = transpose_keys<uint16_t>, read_any = read_values<uint16_t>;
     if (job.k.type == ScalarType::Char) transpose_any = transpose_keys<int8_t>, read_any = read_values<int8_t>;
     prefetch(job, job.v, task);
-    transpose_any(k, job.k.key, chunk.end, dim, keys);
+    if (PATH == BF16) transpose_keys<float>(k, job.k.key, chunk.end, words, keys);  // pairs stay together
+    else transpose_any(k, job.k.key, chunk.end, dim, keys);
     if (task + 1 < end_task) prefetch(job, job.k, task + 1);
     read_any(v, job.v.key, chunk.end, dim, values);
     std::memset(allowed, 0, sizeof(allowed));
@@ -199,16 +213,16 @@ void run(const Job& job, int64_t first_task, int64_t end_task) {
       std::memcpy(k_scale, job.k.scale + at_k, chunk.end * 4);
       std::memcpy(v_scale, job.v.scale + at_v, chunk.end * 4);
     }
-    const float* q = job.q + (chunk.batch * job.kv_heads + head) * job.queries * dim;
+    const Word* q = (const Word*)job.q + (chunk.batch * job.kv_heads + head) * job.queries * words;
     float* part = job.parts + task * job.queries * (2 + dim);
     float *tops = part, *totals = tops + job.queries, *sums = totals + job.queries;
     for (int64_t query = 0; query < job.queries; query += kTile) {
       const int n = std::min<int64_t>(kTile, job.queries - query);
-      multiply_all(n, kChunk, q + query * dim, dim, dim, keys, kChunk, scores, kChunk);
+      multiply_all<Word>(n, kChunk, q + query * words, words, words, (const Word*)keys, kChunk, scores, kChunk);
       for (int i = 0; i < n; i++)
-        weigh(scores + i * kChunk, allowed[(query + i) % job.rows], codes ? k_scale : nullptr,
+        weigh(scores + i * kChunk, job.factor, allowed[(query + i) % job.rows], codes ? k_scale : nullptr,
               codes ? v_scale : nullptr, tops + query + i, totals + query + i);
-      multiply_all(n, dim, scores, kChunk, chunk.end, values, dim, sums + query * dim, dim);
+      multiply_all<float>(n, dim, scores, kChunk, chunk.end, values, dim, sums + query * dim, dim);
     }
   }
 }

@@ -75,11 +75,14 @@ def test_it_is_attention(shape, cache_dtype, path):
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
-def test_bf16_queries_give_the_fp32_result_rounded_once(cache_dtype, path):
-    q, *rest = example(*SHAPES[1], torch.bfloat16, cache_dtype)
-    y = by_path(path, q, *rest)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, by_path(path, q.float(), *rest).bfloat16())
+def test_bf16_queries_give_the_exact_result_rounded_once(cache_dtype, path):
+    """But for the few that lie so near the middle of two bf16 numbers that fp32's own error decides."""
+    for shape in SHAPES:
+        inputs = example(*shape, torch.bfloat16, cache_dtype)
+        y, expected = by_path(path, *inputs), exact(*inputs).bfloat16()
+        assert y.dtype == torch.bfloat16
+        assert (y != expected).float().mean() < 5e-3
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
@@ -106,7 +109,8 @@ def test_scores_may_be_of_any_size(scale, path):
 def test_a_row_depends_on_nothing_beside_it(dim, cache_dtype, path):
     """Not on other rows, their number, other sequences, the bucket or the threads: to the last bit."""
     length = 300
-    q, k, v, mask, *scales = example(2, 6, 2, 16, 2000, dim, cache_dtype=cache_dtype)
+    dtype = torch.float32 if cache_dtype == torch.float32 else torch.bfloat16
+    q, k, v, mask, *scales = example(2, 6, 2, 16, 2000, dim, dtype, cache_dtype)
     mask[:, ::2, length:] = False  # odd rows look beyond what even rows do
     whole = by_path(path, q, k, v, mask, *scales)
     for rows in (1, 2, 3, 5, 8, 13):
