@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastdecode.program_cache import available, compile_or_load
 from fastdecode.round import Round
+from models import attention
 
 SMALLEST_BUCKET = 256
 
@@ -112,6 +113,7 @@ class Runner:
     def warm_up(self, program: str) -> None:
         """Compile `program` and, on CUDA, capture every bucket. Texts are left as they are."""
         if self.program_folder is not None:
+            attention.operators()  # a stored program calls it by name
             with torch.inference_mode():
                 example = self.cache_rows[self.buckets[0]]
                 self.programs[program] = compile_or_load(self.programs[program], example, self.program_folder)

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import attention
 from models.cache import dequantize, write_layer
 from models.config import ModelConfig
 from models.rope import rotate
 
-FEW_ROWS = 16  # up to here attention is products and sums that the compiler fuses; above it, a library kernel
+FEW_ROWS = attention.MOST_ROWS  # above it, attention is a library kernel
 
 
 def attend(
@@ -20,7 +21,8 @@ def attend(
     """Grouped-query attention: `q [B, H, N, D]` over `k, v [B, H_kv, S, D]`, H any multiple of H_kv -> `[B, H, N, D]`.
 
     `mask [B, N, S]` is True where a query may look. A query that may look nowhere gets zero. The few-rows form sums
-    each query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros.
+    each query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros: on CPUs
+    by an operator of our own (models/attention.py), elsewhere as products and sums that the compiler fuses.
     `k_scale, v_scale [B, H_kv, S]`: where k and v are int8 codes, what they are to be multiplied by. The few-rows form
     multiplies scores and weights instead, which are fewer, so that no key or value is ever written out in float.
     """
@@ -35,6 +37,8 @@ def attend(
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+    if attention.takes(q, k, v):
+        return attention.attend(q, k, v, mask, k_scale, v_scale)
     q = q.reshape(batch, n_kv_heads, group, n, head_dim).float() * head_dim**-0.5
     scores = (q[..., None, :] * k[:, :, None, None].float()).sum(-1)  # [B, H_kv, G, N, S]
     if k_scale is not None:

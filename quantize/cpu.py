@@ -5,11 +5,6 @@ number of rows, beside any others, and at any thread count. Without a C++ compil
 """
 
 import functools
-import hashlib
-import os
-import platform
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models import native
 from quantize.storage import Quantized
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_path.h"))  # the first includes the rest
 PATHS = ("plain", "avx2", "avx512", "bf16", "amx")  # as in cpu.cpp; each CPU has the first few
 BLOCK = 32  # outputs
-DIGEST_BYTES = 32
 
 
 class PackedCPU(NamedTuple):
@@ -137,7 +132,7 @@ def operators() -> Path | None:
 
     Also tells torch.compile the shape of what the operators return.
     """
-    library = load(cache_folder())
+    library = native.load(SOURCES)
     if library is not None:
         for name in ("linear_int4", "linear_int8"):
             torch.library.register_fake(f"fastdecode::{name}", _output_like)
@@ -146,67 +141,3 @@ def operators() -> Path | None:
 
 def _output_like(x: Tensor, packed: Tensor, path: int = -1) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0] * BLOCK)
-
-
-def cache_folder() -> Path:
-    """Where the built library is kept: in torch's compile cache (TORCHINDUCTOR_CACHE_DIR), beside compiled programs."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "fastdecode"
-
-
-def load(folder: Path) -> Path | None:
-    """Load the library of `folder` into torch, built first if it is missing or damaged; None if that fails."""
-    command = build_command()
-    if command is None:
-        return None
-    library = folder / library_name(command)
-    try:
-        if not intact(library):
-            build(command, library)
-        torch.ops.load_library(library)
-    except (OSError, subprocess.SubprocessError):  # no such folder, a compiler that cannot, a library that does not fit
-        return None
-    return library
-
-
-def library_name(command: list[str]) -> str:
-    """The name of what `command` builds, by a SHA-256 over what that depends on: compiler, sources, torch, CPU."""
-    sources = [hashlib.sha256(file.read_bytes()).hexdigest() for file in SOURCES]
-    key = hashlib.sha256(repr((command, torch.__version__, platform.machine(), sources)).encode())
-    return f"cpu-{key.hexdigest()[:32]}.so"
-
-
-def build_command() -> list[str] | None:
-    """The compiler that torch.compile would call, and its arguments up to `-o`; None if there is none."""
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        compiler = get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
-        return None
-    torch_folder = Path(torch.__file__).parent
-    flags = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-w"]
-    link = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    return [compiler, *flags, f"-I{torch_folder / 'include'}", str(SOURCES[0].resolve()), *link]
-
-
-def build(command: list[str], library: Path) -> None:
-    """Run `command`, and put what it makes at `library`, whole or not at all. Several processes may do so at once."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        draft = Path(scratch) / library.name
-        subprocess.run([*command, "-o", str(draft)], check=True, capture_output=True)
-        with open(draft, "r+b") as file:
-            file.write(hashlib.sha256(file.read()).digest())
-        os.replace(draft, library)
-
-
-def intact(library: Path) -> bool:
-    """Whether `library` is there, and ends with the SHA-256 of what comes before. Loading half a library can crash."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]

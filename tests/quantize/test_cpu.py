@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastdecode.program_cache import program_key
+from models import native
 from quantize import cpu
 from quantize.storage import Quantized, pack_nibbles
 
@@ -218,7 +219,7 @@ def test_a_change_in_any_source_is_another_library_and_another_stored_program(mo
     assert {cpu.SOURCES[0].name, *included} == {file.name for file in cpu.SOURCES}
 
     def names():
-        return cpu.library_name(["g++"]), program_key(nn.Linear(2, 2), "forward", torch.zeros(2))
+        return native.library_name(cpu.SOURCES, ["g++"]), program_key(nn.Linear(2, 2), "forward", torch.zeros(2))
 
     seen, read = [names()], Path.read_bytes
     assert seen == [names()]
@@ -231,8 +232,8 @@ def test_a_change_in_any_source_is_another_library_and_another_stored_program(mo
 
 @pytest.mark.parametrize("command", [None, ["/no/such/compiler"], ["false"], ["true"]])
 def test_a_compiler_that_cannot_is_no_operator(monkeypatch, tmp_path, command):
-    monkeypatch.setattr(cpu, "build_command", lambda: command)
-    assert cpu.load(tmp_path) is None
+    monkeypatch.setattr(native, "build_command", lambda source: command)
+    assert native.load(cpu.SOURCES, tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -242,9 +243,10 @@ def start(folder: Path, compiler: str) -> subprocess.Popen:
     code = f"""
 import torch
 from pathlib import Path
+from models import native
 from quantize import cpu
-cpu.build_command = lambda: ["sh", "-c", {compiler!r}]
-assert cpu.load(Path({str(folder)!r})) is not None
+native.build_command = lambda source: ["sh", "-c", {compiler!r}]
+assert native.load(cpu.SOURCES, Path({str(folder)!r})) is not None
 x = torch.ops.fastdecode.linear_int8(torch.ones(1, 32), torch.ones(1, 1, 32 * 36, dtype=torch.uint8))
 assert x.shape == (1, 32)
 """
@@ -260,7 +262,7 @@ def test_two_processes_build_at_once_and_a_third_builds_nothing(tmp_path):
     both = [start(library, compiler), start(library, compiler)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     (file,) = library.iterdir()
-    assert cpu.intact(file)
+    assert native.intact(file)
     assert start(library, compiler).wait(timeout=120) == 0
 
 
@@ -271,13 +273,13 @@ def test_a_damaged_library_is_built_again(tmp_path):
     (library,) = tmp_path.iterdir()
     for damaged in (b"", b"x" * 99, whole[: len(whole) // 2], whole[:-1], whole[:4096] + b"?" + whole[4097:]):
         library.write_bytes(damaged)
-        assert not cpu.intact(library)
+        assert not native.intact(library)
     assert start(tmp_path, compiler).wait(timeout=120) == 0
-    assert cpu.intact(library)
+    assert native.intact(library)
 
 
 def test_a_build_that_is_killed_leaves_nothing_to_be_loaded(tmp_path):
     library = tmp_path / "library.so"
     with pytest.raises(subprocess.CalledProcessError):
-        cpu.build(["sh", "-c", 'echo half > "$1"; kill -9 $$'], library)
+        native.build(["sh", "-c", 'echo half > "$1"; kill -9 $$'], library)
     assert not library.exists()
