@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastdecode.program_cache import available, compile_or_load
 from fastdecode.round import Round
-from models import attention
+from models import attention, native
 
 SMALLEST_BUCKET = 256
 
@@ -68,11 +68,16 @@ def can_compile() -> bool:
 
 
 def prepare_compiler() -> Thread:
-    """Import the compiler, and start asking the C++ compiler which vector instructions it knows: seconds of waiting
-    for other processes, which need not come after the weights. Join the thread before compiling."""
+    """Import the compiler, and start what the C++ compiler has to do first: the attention operator, and which vector
+    instructions it knows. Seconds of waiting for other processes, which need not come after the weights. Join the
+    thread before compiling."""
     from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  (here, since imports in two threads collide)
 
-    thread = Thread(target=cpu_vec_isa.pick_vec_isa, daemon=True)
+    def ask() -> None:
+        native.load(attention.SOURCES)
+        cpu_vec_isa.pick_vec_isa()
+
+    thread = Thread(target=ask, daemon=True)
     thread.start()
     return thread
 
