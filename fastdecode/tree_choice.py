@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -58,7 +59,8 @@ def read_choice(folder: Path, key: Mapping[str, Any]) -> Choice | None:
         tree = stored["tree"]
         if tree != PLAIN:
             parse_tree(tree)
-        if tree not in [row.tree for row in rows] or any(row.tokens <= 0 or row.round_s <= 0 for row in rows):
+        sound = all(0 < row.tokens < math.inf and 0 < row.round_s < math.inf for row in rows)
+        if not sound or tree not in [row.tree for row in rows]:
             return None
         return Choice(tree, rows)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError, InputError):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from rich.box import ASCII2
 from rich.table import Table
 
 from fastdecode.decoder import Decoder
@@ -36,9 +35,9 @@ def choice_for(plan: DraftPlan, decoder: Decoder, note: Note, progress: Note, na
 
 
 def as_table(choice: Choice, named: str = "auto") -> Table:
-    """What each tree is expected to do in a round, the chosen one marked, and the one that was asked for."""
-    table = Table(box=ASCII2, title=f"Expected of a round and of a second; chosen: {choice.tree}")
-    for name in ("tree", "nodes", "tokens", "draft ms", "verify ms", "round ms", "tokens/s", ""):
+    """What each tree is expected to do in a round (times in ms), the chosen one marked, and the one asked for."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("tree", "nodes", "tokens", "draft", "verify", "ms/round", "tokens/s", ""):
         table.add_column(name, justify="left" if name in ("tree", "") else "right", no_wrap=True)
     for row in choice.rows:
         marks = ["chosen"] * (row.tree == choice.tree) + ["asked for"] * (row.tree == named)

@@ -69,7 +69,8 @@ def test_the_choice_is_the_best_rate_and_not_the_most_tokens():
     assert [row.tree for row in rows] == [PLAIN, *CHAINS]
     assert rows[1].tokens_per_s == pytest.approx(1.5 / 11e-3) and rows[3].tokens_per_s == pytest.approx(1.875 / 15e-3)
     assert best(rows).tree == "chain:1"
-    assert best(expect(CHAINS, costs, ((0.9,),) * 8)).tree == "chain:8"
+    assert best(expect(CHAINS, costs, ((0.9,),) * 8)).tree == "chain:6"  # 5.217 in 21 ms; 4.686 in 19; 5.695 in 23
+    assert best(expect(CHAINS, costs, ((1.0,),) * 8)).tree == "chain:8"
 
 
 def test_plain_is_chosen_where_drafting_wins_nothing():

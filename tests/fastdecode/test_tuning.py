@@ -5,18 +5,21 @@ import io
 import json
 from pathlib import Path
 
-import eagle_fixtures
 import pytest
 import torch
-from tiny_checkpoint import tiny_checkpoint
+from eagle_fixtures import random_head
 from rich.console import Console
+from tiny_checkpoint import tiny_checkpoint
 
 import generate
 from fastdecode import benchmark, load, loading, sweep, tree_choice, tuning, tuning_report
 from fastdecode.options import run_command
+from fastdecode.train.output import write_head
 from fastdecode.tree_choice import Choice, choice_key, read_choice, store_choice
 from fastdecode.tuner import CHAINS, PLAIN, TREES, Acceptance, Costs, Expectation, expect
 from fastdecode.tuning import Effort, RecordedTree, choose_tree, comb, known_choice, trees_to_choose_from
+from models.checkpoint import read_config
+from quantize.__main__ import main as quantize_main
 
 QUICK = Effort(prompts=2, new_tokens=12, seconds=0.01)
 ROWS = (Expectation(PLAIN, 1, 1.0, 0.0, 0.01), Expectation("chain:2", 3, 2.5, 0.001, 0.011))
@@ -35,6 +38,12 @@ def cache(tmp_path, monkeypatch) -> Path:
     """The folder of stored programs and choices, for one test."""
     monkeypatch.setattr(loading, "stored_programs", lambda: tmp_path / "cache")
     return tmp_path / "cache"
+
+
+def head_for(model: Path, folder: Path) -> None:
+    """An EAGLE-1 head of random weights for the tiny model."""
+    config = read_config(model)
+    write_head(random_head("eagle1", config.vocab_size, config.hidden_size, 0), folder, "safeai")
 
 
 def store(decoder, tree: str) -> None:
@@ -84,7 +93,9 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
 
 def test_the_key_tells_models_drafts_precisions_and_machines_apart(model, tmp_path, monkeypatch):
     other = tmp_path / "other"
-    tiny_checkpoint(other, seed=1) if False else tiny_checkpoint(other, intermediate_size=48, hidden_size=64)
+    tiny_checkpoint(other, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    small = tmp_path / "small"
+    assert run_command(quantize_main, [str(other), "-o", str(small), "--bits=8"]) == 0
 
     def key(path=model, draft="ngram", **changes):
         decoder = load(str(path), draft=draft, **{**EAGER, **changes})
@@ -93,8 +104,8 @@ def test_the_key_tells_models_drafts_precisions_and_machines_apart(model, tmp_pa
     one = key()
     assert key() == one and json.loads(json.dumps(one)) == one
     assert key(tree="chain:5") == one  # a tree that was asked for is another question
-    different = [key(path=other), key(draft=str(model)), key(dtype="bfloat16"), key(quantize="int8"), key(batch=2)]
-    different.append(key(kv_cache="int8"))
+    different = [key(path=other), key(draft=str(model)), key(dtype="bfloat16"), key(batch=2)]
+    different += [key(kv_cache="int8"), key(path=small)]
     torch.set_num_threads(2)
     different.append(key())
     torch.set_num_threads(1)
@@ -106,7 +117,7 @@ def test_the_key_tells_models_drafts_precisions_and_machines_apart(model, tmp_pa
 
 def test_a_head_that_was_written_anew_is_another_draft(model, tmp_path):
     head = tmp_path / "head"
-    eagle_fixtures.head_for(model, head)
+    head_for(model, head)
     decoder = load(str(model), draft=str(head), **EAGER)
     before = tuning._key(decoder.plan, decoder)
     (head / "config.json").write_text((head / "config.json").read_text() + " ")
@@ -153,7 +164,7 @@ def test_tuning_gives_a_row_for_each_tree_chooses_the_best_and_stores_it(model, 
 
 def test_with_a_head_trees_are_measured_in_fp32_and_are_no_choice_in_lower_precision(model, cache, tmp_path):
     head = tmp_path / "head"
-    eagle_fixtures.head_for(model, head)
+    head_for(model, head)
     decoder = load(str(model), draft=str(head), **EAGER)
     choice = choose_tree(decoder.plan, decoder, effort=QUICK)
     assert [row.tree for row in choice.rows] == [PLAIN, *CHAINS, *TREES]
@@ -195,7 +206,7 @@ def test_the_comb_counts_ranks_where_its_chain_was_right(model, monkeypatch):
 
 def test_the_comb_drafts_what_a_chain_drafts_and_loses_no_text(model, tmp_path):
     head = tmp_path / "head"
-    eagle_fixtures.head_for(model, head)
+    head_for(model, head)
     decoder = load(str(model), draft=str(head), tree="chain:8", **EAGER)
     plan = decoder.plan
     tree = RecordedTree(comb(), 1)
@@ -227,7 +238,7 @@ def test_the_table_marks_the_choice_and_what_was_asked_for():
     out = io.StringIO()
     rows = expect(CHAINS, Costs({0: 0.0, 8: 8e-3}, {1: 0.01, 9: 0.017}), ((0.5,),) * 8)
     Console(file=out, width=80).print(tuning_report.as_table(Choice("chain:1", rows), "chain:3"))
-    lines = {line.split("|")[1].strip(): line for line in out.getvalue().splitlines() if "|" in line}
+    lines = {line.split()[0]: line for line in out.getvalue().splitlines()}
     assert "chosen" in lines["chain:1"] and "asked for" in lines["chain:3"] and "chosen" not in lines["plain"]
     assert "100.0" in lines["plain"]
 
