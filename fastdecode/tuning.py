@@ -28,7 +28,7 @@ from fastdecode.tuner import CHAINS, PLAIN, TREES, Acceptance, Costs, best, chai
 LONGEST = 8
 MEASURED_CHAINS = (LONGEST, 5, 3, 1)
 RANKS = 4  # as many siblings as EAGLE-1's tree looks at
-BLOCK = 4  # rounds of one program in a row
+LEAST_TURNS = 12
 
 Progress = Callable[[str], None]
 
@@ -38,11 +38,11 @@ class Effort(NamedTuple):
 
     prompts: int = 8
     new_tokens: int = 64
-    seconds: float = 1.5
+    seconds: float = 2.5
 
 
 class Timed(NamedTuple):
-    """Medians of a round, in seconds: the whole, and drafting where that is known."""
+    """Medians of a round, as multiples of a plain one: the whole, and drafting where that is known."""
 
     whole: float
     draft: float | None
@@ -196,23 +196,23 @@ def _rank_acceptance(decoder: Decoder, prompts: list[list[int]], n_tokens: int) 
 
 
 def _take_turns(plain: Decoder, other: Decoder, seconds: float, alone: list[float]) -> Timed:
-    """Rounds of both on their finished texts, in turns, for `seconds` but at least 3 turns each. Returns medians of
-    `other` as multiples of plain decoding's, whose own seconds are added to `alone`."""
+    """Rounds of both on their finished texts, in turns, for `seconds` but at least 12 each. Returns medians, over the
+    turns, of `other` as a multiple of plain decoding's round just before, whose own seconds are added to `alone`."""
     lengths = [int(decoder.state.length[0]) for decoder in (plain, other)]
-    times: tuple[list[float], list[float]] = ([], [])
+    wholes: list[float] = []
     drafts: list[float] = []
     started = time.perf_counter()
-    while len(times[1]) < 3 * BLOCK or time.perf_counter() - started < seconds:
-        for decoder, length, found in zip((plain, other), lengths, times, strict=True):
-            for _ in range(BLOCK):
-                before = time.perf_counter()
-                report = _round(decoder, length)
-                found.append(time.perf_counter() - before)
-                if decoder is other and report.seconds is not None:
-                    drafts.append(report.seconds[0])
-    alone += times[0]
-    base = median(times[0])
-    return Timed(median(times[1]) / base, median(drafts) / base if drafts else None)
+    while len(wholes) < LEAST_TURNS or time.perf_counter() - started < seconds:
+        before = time.perf_counter()
+        _round(plain, lengths[0])
+        between = time.perf_counter()
+        report = _round(other, lengths[1])
+        base = between - before
+        alone.append(base)
+        wholes.append((time.perf_counter() - between) / base)
+        if report.seconds is not None:
+            drafts.append(report.seconds[0] / base)
+    return Timed(median(wholes), median(drafts) if drafts else None)
 
 
 def _key(plan: DraftPlan, decoder: Decoder) -> dict:

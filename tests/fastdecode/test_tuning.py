@@ -17,7 +17,7 @@ from fastdecode.options import run_command
 from fastdecode.train.output import write_head
 from fastdecode.tree_choice import Choice, choice_key, read_choice, store_choice
 from fastdecode.tuner import CHAINS, PLAIN, TREES, Acceptance, Costs, Expectation, expect
-from fastdecode.tuning import Effort, RecordedTree, choose_tree, comb, known_choice, trees_to_choose_from
+from fastdecode.tuning import Effort, RecordedTree, Timed, choose_tree, comb, known_choice, trees_to_choose_from
 from models.checkpoint import read_config
 from quantize.__main__ import main as quantize_main
 
@@ -304,3 +304,16 @@ def test_the_sweep_shows_measured_beside_expected_and_ends_with_json(model, cach
 def test_a_sweep_that_cannot_be_is_one_sentence_and_exit_code_2(model, cache, arguments, sentence):
     code, out, err = quietly(sweep.main, "--model", model, *arguments)
     assert (code, out) == (2, "") and sentence in err
+
+
+def test_costs_add_up_to_what_was_timed_whether_or_not_the_device_tells_the_parts():
+    told = {n: Timed(1.0 + n / 10, n / 20) for n in (1, 3, 5, 8)}
+    costs = tuning._costs(told, Timed(3.0, 0.4), None, 10.0)
+    assert costs.draft == pytest.approx({0: 0.0, 1: 0.5, 3: 1.5, 5: 2.5, 8: 4.0})
+    assert costs.verify == pytest.approx({1: 10.0, 2: 10.5, 4: 11.5, 6: 12.5, 9: 14.0, 32: 26.0})
+    untold = {n: timed._replace(draft=None) for n, timed in told.items()}
+    found = tuning._costs(untold, Timed(3.0, None), Timed(1.4, None), 10.0)  # a draft of 8 for nothing: 1.4
+    assert (found.draft, found.verify) == (pytest.approx(costs.draft), pytest.approx(costs.verify))
+    chains_only = tuning._costs(untold, None, None, 10.0)
+    rounds = [row.round_s for row in expect(("chain:1", "chain:8"), chains_only, ((0.5,),))]
+    assert rounds == pytest.approx([10.0, 11.0, 18.0])
