@@ -37,7 +37,7 @@ class Effort(NamedTuple):
     """How much is decoded and for how long each program is timed: prompts, new tokens of each, seconds."""
 
     prompts: int = 8
-    new_tokens: int = 64
+    new_tokens: int = 96
     seconds: float = 2.5
 
 
