@@ -26,7 +26,8 @@ def parse(argv: Sequence[str] | None):
     add("--system", metavar="TEXT", help="system message (default: what the chat template says)")
     add("--raw", action="store_true", help="no chat template: the model continues the prompt")
     add("--json", action="store_true", help="one JSON object per prompt instead of text, in input order")
-    add("--explain", action="store_true", help="print predicted memory and precision before generating")
+    add("--explain", action="store_true", help=(
+        "print predicted memory, precision, and what each draft tree should do (measured in minutes, once), first"))
     add("--show-draft", action="store_true", help="colour the text that drafting won")
     add("--profile", metavar="FILE", help="write a trace of the rounds (not built yet)")
     add("-h", "--help", action="help", help="show this help and exit")

@@ -35,6 +35,8 @@ from fastdecode.request import Result
 from fastdecode.sampling import SamplingOptions
 from fastdecode.startup import measure_startup, set_threads
 from fastdecode.tokenizer import load_tokenizer
+from fastdecode.tuner import PLAIN, best
+from fastdecode.tuning_report import as_table, choice_for
 from models.checkpoint import find_checkpoint, read_config
 from quantize.linear import QuantizedLinear
 from quantize.network import load_network
@@ -43,7 +45,7 @@ from quantize.on_the_fly import BITS, quantized_copy
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
 WARM_UP_TOKENS = 16
-PLAIN = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
+UNDRAFTED = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
 
 
 @dataclass
@@ -73,13 +75,14 @@ class Benchmark:
         # A head or tree that does not fit is refused before weights are read.
         path = find_checkpoint(args.model)
         self.plan = drafting.plan(read_config(path), load_tokenizer(path), path)
+        self.tree = args.tree if args.tree != "auto" else DEFAULT_TREE
 
     def run(self) -> dict[str, Any]:
         """Measure, printing the predicted ceiling on stdout before the rates; returns the JSON object."""
         args = self.args
         cold_compile_s, warm_start_s = self._startup() if args.startup else (None, None)
         with self.console.status(escape(f"Loading {args.model} …")):
-            decoder = load(**{**load_arguments(args), **PLAIN}, note=self._note)
+            decoder = load(**{**load_arguments(args), **UNDRAFTED}, note=self._note)
         device = decoder.model.norm.weight.device
         if args.temperature == "model":
             self.sampling = sampling_arguments(args, decoder.suggested_sampling)
@@ -90,7 +93,9 @@ class Benchmark:
         bandwidth = measure_bandwidth(device)
         self._print_ceiling(decoder, bandwidth, prompts)
         if self.plan.drafts:
-            programs.append(self._warmed_up(decoder.with_drafter(self.plan)))
+            if args.tree == "auto":
+                self.tree = self._tuned(decoder)
+            programs.append(self._warmed_up(decoder.with_drafter(self.plan.with_tree(self.tree))))
             peaks.append(None)  # two decoders are in memory
         peers = {name: _peer(name, decoder, args.model, args.quantize) for name in args.against}
 
@@ -117,7 +122,7 @@ class Benchmark:
             row["peak_memory_mb"] = None if peak is None else peak / 1e6
             if program is not plain:
                 draft = str(self.plan.path) if args.draft == "auto" else args.draft
-                row |= {"draft": draft, "tree": args.tree if args.tree != "auto" else DEFAULT_TREE}
+                row |= {"draft": draft, "tree": self.tree}
             rows.append(row)
         rows[-1] |= {"cold_compile_s": cold_compile_s, "warm_start_s": warm_start_s}
         for name, peer in peers.items():
@@ -138,6 +143,19 @@ class Benchmark:
             self._answer(decoder, self.prompts[:1], 0, max_new_tokens=WARM_UP_TOKENS)
         with self.console.status("Time to first token …"):
             return Program(decoder, self._first_tokens(decoder), [])
+
+    def _tuned(self, decoder: Decoder) -> str:
+        """The best tree here, measured now if it never was; where none beats plain decoding, the best of them."""
+        with self.console.status("Measuring which tree pays (minutes the first time) …") as status:
+            choice = choice_for(self.plan, decoder, self._note, lambda step: status.update(escape(step)))
+        if choice is None:
+            return DEFAULT_TREE
+        self.console.print(as_table(choice))
+        if choice.tree != PLAIN:
+            return choice.tree
+        tree = best([row for row in choice.rows if row.tree != PLAIN]).tree
+        self._note(f"The drafted row is of {tree}, which is expected to lose least.")
+        return tree
 
     def _note(self, sentence: str) -> None:
         self.console.print(sentence, markup=False, soft_wrap=True)

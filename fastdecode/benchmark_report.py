@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastdecode.memory import cpu_name
 from models.errors import InputError
 
 SHORT_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -68,7 +68,7 @@ def machine(device: torch.device, bandwidth: float) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
         "power_limit_w": _power_limit(device) if on_cuda else None,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
@@ -169,15 +169,6 @@ def write_atomically(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise InputError(f"--output {path}: cannot be written ({error.strerror or error}).") from error
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _power_limit(device: torch.device) -> float | None:

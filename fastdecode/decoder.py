@@ -68,6 +68,7 @@ class Decoder:
         self.prefill = Prefill(model, self.cache, drafter)
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]  # tokens whose keys and values are in each slot
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for
+        self.plan: DraftPlan | None = None  # what was asked to draft, whatever tree was chosen for it
         self.busy = False
         self.compile_seconds: dict[str, float] = {}  # program -> seconds that its warm-up took
 
@@ -85,7 +86,7 @@ class Decoder:
             program_folder=self.program_folder,
             int8_cache=self.cache.quantized,
         )
-        other.suggested_sampling = self.suggested_sampling
+        other.suggested_sampling, other.plan = self.suggested_sampling, self.plan
         return other
 
     def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:

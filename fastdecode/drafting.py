@@ -1,6 +1,6 @@
 """What --draft and --tree ask for, checked before weights are read, and the drafter that comes of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdecode.drafters import Drafter, cache_rows_for
@@ -65,18 +65,18 @@ class DraftOptions:
         """
         if self.draft == "auto" and (folder / "draft" / "config.json").is_file() and holds_head(folder / "draft"):
             own = folder / "draft"
-            return DraftPlan(self, own, head=read_head_config(own).fitted_to(target, str(own)))
+            return DraftPlan(self, folder, own, head=read_head_config(own).fitted_to(target, str(own)))
         shipped = find_shipped_head(folder, target, heads or shipped_heads()) if self.draft == "auto" else None
         if shipped is not None:
-            return DraftPlan(self, shipped[0], head=shipped[1])
+            return DraftPlan(self, folder, shipped[0], head=shipped[1])
         if self.draft == "auto" and self.tree_name != "auto":
             raise _needs_draft(self.tree_name)
         if self.draft in ("auto", "none", "ngram"):
-            return DraftPlan(self)
+            return DraftPlan(self, folder)
         path = find_checkpoint(self.draft, also_wanted=["pytorch_model.bin"])  # most EAGLE-1 heads are pickles
         if holds_head(path):
             config = read_head_config(path).with_rope_theta(self.rope_theta).fitted_to(target, str(path))
-            return DraftPlan(self, path, head=config)
+            return DraftPlan(self, folder, path, head=config)
         if not self.tree.chain:
             raise InputError(f"--draft {self.draft}: a model takes chains only as its tree; give chain:K.")
         if self.rope_theta is not None:
@@ -88,14 +88,16 @@ class DraftOptions:
                 f"--draft {self.draft}: has another tokenizer than the model that it should draft for: "
                 f"token {other} differs; give a model of the same family."
             )
-        return DraftPlan(self, path, model=model)
+        return DraftPlan(self, folder, path, model=model)
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A drafter that is sure to fit its target, before either has weights."""
+    """A drafter that is sure to fit its target, before either has weights. `target`: the target's checkpoint; `path`:
+    the draft's own, where it has one."""
 
     options: DraftOptions
+    target: Path
     path: Path | None = None
     head: HeadConfig | None = None
     model: ModelConfig | None = None
@@ -104,6 +106,12 @@ class DraftPlan:
     def drafts(self) -> bool:
         """Whether anything is drafted."""
         return self.head is not None or self.options.draft not in ("auto", "none")
+
+    def with_tree(self, name: str) -> "DraftPlan":
+        """The same draft with the tree that `--tree` would name so; "plain" is no draft at all."""
+        if name == "plain":
+            return DraftPlan(replace(self.options, draft="none"), self.target)
+        return replace(self, options=replace(self.options, tree=parse_tree(name), tree_name=name))
 
     def build(self, target: Transformer, max_seq_len: int, batch: int, vocab_size: int) -> Drafter:
         """The drafter for `batch` texts of `max_seq_len` tokens with ids below `vocab_size`. Raises InputError for

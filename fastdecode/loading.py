@@ -2,17 +2,20 @@
 
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastdecode.chat import read_chat_template
 from fastdecode.decoder import Decoder
-from fastdecode.drafting import DraftOptions
+from fastdecode.drafting import DEFAULT_TREE, DraftOptions, DraftPlan
 from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token, expected_weight_bytes
 from fastdecode.program_cache import stored_programs
 from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
+from fastdecode.tree_choice import choice_key, read_choice
+from fastdecode.tuner import PLAIN
 from models.checkpoint import find_checkpoint, read_config, read_generation_config
 from models.config import ModelConfig
 from models.errors import InputError
@@ -44,8 +47,9 @@ def load(
     """Build a Decoder for `model`: a folder, a `.gguf` file, a hub id, or `smollm2-135m`.
 
     `draft`: auto (the head in `draft/` of the model's folder, else one that ships for this model in models/heads/, else
-    none), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto (a chain of 3),
-    chain:K, static, static:FILE or dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
+    none), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto (what the benchmark
+    or --explain measured to be fastest here, be it no draft; else a chain of 3), chain:K, static, static:FILE or
+    dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
     `quantize`: auto (weights as stored), none (dequantized), int8 or int4 (quantized once, and kept in the cache).
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `kv_cache`: auto (keys and values in `dtype`) or int8, which takes about half of bfloat16's memory.
@@ -82,7 +86,11 @@ def load(
     network = load_as(path, config, place, precision, quantize, note)
     if preparation is not None:
         preparation.join()
-    drafter = plan.build(network, limit, batch, min(tokenizer.vocab_size, config.vocab_size))
+    program_folder = stored_programs() if compile_cache else None
+    chosen = plan
+    if tree == "auto" and plan.drafts and program_folder is not None:
+        chosen = _tuned(plan, choice_key(plan, network, batch, int8_cache, compile), program_folder, note)
+    drafter = chosen.build(network, limit, batch, min(tokenizer.vocab_size, config.vocab_size))
     decoder = Decoder(
         network,
         tokenizer,
@@ -91,11 +99,22 @@ def load(
         batch=batch,
         compile=compile,
         drafter=drafter,
-        program_folder=stored_programs() if compile_cache else None,
+        program_folder=program_folder,
         int8_cache=int8_cache,
     )
     decoder.suggested_sampling = _suggested_sampling(generation)
+    decoder.plan = plan
     return decoder
+
+
+def _tuned(plan: DraftPlan, key: dict[str, Any], folder: Path, note: Note) -> DraftPlan:
+    """The plan with the tree that was chosen for it, if one was. Nothing is measured here."""
+    choice = read_choice(folder, key)
+    if choice is None:
+        return plan
+    if choice.tree == PLAIN:
+        note(f"Drafting does not pay here, as measured, so nothing is drafted; --tree {DEFAULT_TREE} drafts anyway.")
+    return plan.with_tree(choice.tree)
 
 
 def check_what_is_built(*, quantize: str) -> None:

@@ -1,7 +1,9 @@
 """Bytes: what a step must read, what fits, what was used, and how fast this machine reads."""
 
+import contextlib
 import math
 import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -137,3 +139,13 @@ def measure_bandwidth(device: torch.device, megabytes: int = 256) -> float:
             torch.cuda.synchronize(device)
         best = max(best, block.nbytes / (time.perf_counter() - started))
     return best
+
+
+def cpu_name() -> str:
+    """What the CPU calls itself."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

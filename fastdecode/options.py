@@ -67,8 +67,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "for this model, else none), none, ngram (copies from the text so far), or an EAGLE head or a small model of "
         "the same tokenizer: a folder or a hub id"))
     add("--tree", default="auto", metavar="SHAPE", help=(
-        "auto (default: a chain of 3), chain:K (K drafted tokens), static (EAGLE-1's 25), static:FILE (JSON list of "
-        "child-rank paths), dynamic:DEPTH,TOPK,TOTAL; ngram and models take chains only"))
+        "auto (default: the fastest here, where --explain or the benchmark measured that, else a chain of 3), chain:K "
+        "(K drafted tokens), static (EAGLE-1's 25), static:FILE (JSON list of child-rank paths), "
+        "dynamic:DEPTH,TOPK,TOTAL; ngram and models take chains only"))
     add("--draft-rope-theta", metavar="X", help="rotary base of the draft head (default: the head's config)")
 
 

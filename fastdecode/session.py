@@ -42,6 +42,7 @@ class Session:
         self._suggested_sampling()
         if args.explain:
             self._explain()
+            self._explain_tree()
         if args.compile:
             with self.console.status("Compiling (about half a minute the first time, seconds after that) …"):
                 self.decoder.warm_up(self.options)
@@ -177,6 +178,21 @@ class Session:
             f"draft {self.args.draft}, {drafter.n_nodes} nodes a round, {drafting / MB:,.0f} MB; "
             f"predicted memory {(weights + cache + drafting) / MB:,.0f} MB beside the program itself"
         )
+
+    def _explain_tree(self) -> None:
+        """Show what each tree should do, measured now if it never was, and take the best if nobody named another."""
+        from fastdecode.tuning_report import as_table, choice_for  # only here: nothing is measured before other answers
+
+        decoder, plan, tree = self.decoder, self.decoder.plan, self.args.tree
+        if plan is None or not plan.drafts:
+            return
+        with self.console.status("Measuring which tree pays (minutes the first time) …") as status:
+            choice = choice_for(plan, decoder, self.note, lambda step: status.update(escape(step)), tree)
+        if choice is None:
+            return
+        self.console.print(as_table(choice, plan.options.tree_name))
+        if tree == "auto":
+            self.decoder = decoder.with_drafter(plan.with_tree(choice.tree))
 
     def _report(self, results: list[Result]) -> None:
         """One line: prompt, first token, rate, memory, and how near the rate comes to the memory's ceiling."""

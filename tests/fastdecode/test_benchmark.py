@@ -148,7 +148,7 @@ def test_a_round_reads_all_weights_but_the_untied_embedding_and_the_cached_text(
 
 
 def test_an_int8_cache_is_named_and_its_bytes_counted_but_not_a_peers(checkpoint):
-    measured = watched(checkpoint, "--kv-cache=int8", "--draft=ngram", "--against=transformers")
+    measured = watched(checkpoint, "--kv-cache=int8", "--draft=ngram", "--tree=chain:3", "--against=transformers")
     ours, drafted, peer = measured.report["rows"]
     assert [row["kv_cache"] for row in measured.report["rows"]] == ["int8", "int8", "fp32"]
     assert any("int8" in line for line in measured.before)
@@ -246,7 +246,7 @@ def test_a_draft_that_changes_the_output_is_found_out(checkpoint, monkeypatch):
         return chosen if chosen.shape[1] == 1 else chosen.clamp_max(40)
 
     monkeypatch.setattr(Round, "choose", wrong)
-    report, before = benchmarked(checkpoint, "--draft=ngram")
+    report, before = benchmarked(checkpoint, "--draft=ngram", "--tree=chain:3")
     drafted = report["rows"][1]
     assert drafted["matched"] == 0
     assert len(drafted["first_difference_margins"]) == 3 and min(drafted["first_difference_margins"]) > 0
