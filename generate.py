@@ -28,7 +28,8 @@ def parse(argv: Sequence[str] | None):
     add("--json", action="store_true", help="one JSON object per prompt instead of text, in input order")
     add("--explain", action="store_true", help="print predicted memory and precision before generating")
     add("--show-draft", action="store_true", help="colour the text that drafting won")
-    add("--profile", metavar="FILE", help="write a trace of the rounds (not built yet)")
+    add("--profile", metavar="FILE", help=(
+        "write a trace of the first answer's rounds (for ui.perfetto.dev), and a table of where time goes to stderr"))
     add("-h", "--help", action="help", help="show this help and exit")
     add_model_options(parser)
     add_sampling_options(parser)
