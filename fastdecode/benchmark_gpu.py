@@ -91,6 +91,7 @@ def run_parts(
             _say(f"{name}: {entry}: {json.dumps(part['entries'][entry])[:160]}")
             torch._dynamo.reset()  # torch before 2.13 counts the programs of all entries as one's recompilations
             _write(output, report)
+        measure = None  # it refers to the part's last network
         part["complete"] = not left_out and not any("error" in found for found in part["entries"].values())
         part["card"] = card_state(device)
         free(device)

@@ -143,7 +143,8 @@ def measure_memory(
 ) -> dict[str, Any]:
     """Predicted and measured megabytes of weights, cache and captured plain rounds at the model's text length.
 
-    Measured: what torch held at the most in tensors and in all, from an empty card on; null on a CPU.
+    Measured: what torch held at the most in tensors and in all, once the network was packed, and in tensors while it
+    was being packed; null on a CPU.
     `fits_24_gb`: what it held in all is no more than 24 GB, which leaves out the driver's own share.
     """
     free(device)
@@ -157,7 +158,12 @@ def measure_memory(
         weights = min(weights, int(weights / 2 * BYTES_A_WEIGHT[precision]))
     cache = tokens * cache_bytes_per_token(config, torch.bfloat16, int8_cache)
     network = random_network(config, precision, device, torch.bfloat16)
+    packing = torch.cuda.max_memory_allocated(device) if on_cuda else None
+    free(device)
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     loop = TextLoop(network, RootOnly(), tokens, sizes.compile, int8_cache=int8_cache)
+    loop.runner.warm_up("greedy")  # captures every bucket, as generating does
     loop.decode(prompt_ids(min(sizes.context, tokens // 2), config.vocab_size), 8)
     allocated = torch.cuda.max_memory_allocated(device) if on_cuda else None
     reserved = torch.cuda.max_memory_reserved(device) if on_cuda else None
@@ -168,6 +174,7 @@ def measure_memory(
         "weights_mb": sum(p.numel() * p.itemsize for p in network.parameters()) / 1e6,
         "cache_mb": sum(b.numel() * b.itemsize for b in loop.cache.buffers()) / 1e6,
         "held_before_mb": held_before / 1e6,
+        "measured_packing_mb": None if packing is None else packing / 1e6,
         "measured_tensors_mb": None if allocated is None else allocated / 1e6,
         "measured_in_all_mb": None if reserved is None else reserved / 1e6,
         "predicted_fits_24_gb": weights + cache <= SMALL_CARD,

@@ -65,9 +65,9 @@ def test_a_cached_row_costs_what_lies_between_the_lengths(checkpoint, monkeypatc
 
 def test_no_stop_token_ends_a_timed_run(tmp_path, monkeypatch):
     vocab = byte_level_tokenizer().get_vocab_size()
-    reference = tiny_checkpoint(tmp_path, vocab_size=vocab, eos_token_id=list(range(vocab)))
-    assert reference is not None
+    tiny_checkpoint(tmp_path, vocab_size=vocab, eos_token_id=list(range(vocab)))
     decoder = load(str(tmp_path), dtype="float32", max_seq_len=128, compile=False)
+    decoder.tokenizer.stop_token_ids = decoder.stop_ids  # it may know some, too
     assert decoder.generate("hello", raw=True, max_new_tokens=8).stats["new_tokens"] == 0
     seen = []
     generate = type(decoder).generate
