@@ -29,7 +29,8 @@ def parse(argv: Sequence[str] | None):
     add("--explain", action="store_true", help=(
         "print predicted memory, precision, and what each draft tree should do (measured in minutes, once), first"))
     add("--show-draft", action="store_true", help="colour the text that drafting won")
-    add("--profile", metavar="FILE", help="write a trace of the rounds (not built yet)")
+    add("--profile", metavar="FILE", help=(
+        "write a trace of the first answer's rounds (for ui.perfetto.dev), and a table of where time goes to stderr"))
     add("-h", "--help", action="help", help="show this help and exit")
     add_model_options(parser)
     add_sampling_options(parser)

@@ -1,6 +1,7 @@
 """What the benchmark measures, in which order, so that no measurement spoils another."""
 
 import argparse
+import gc
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
@@ -13,20 +14,12 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from fastdecode.benchmark_report import SHORT_DTYPE, Row, as_report, machine
-from fastdecode.benchmark_rows import (
-    committed,
-    comparison,
-    decoder_row,
-    first_difference,
-    mean_length,
-    median_of,
-    rate_fields,
-    ratio,
-)
+from fastdecode.benchmark_against import WARM_UP_TOKENS, contender_row, contenders
+from fastdecode.benchmark_context import CONTEXTS, context_rates
+from fastdecode.benchmark_report import Row, as_report, machine
+from fastdecode.benchmark_rows import committed, comparison, decoder_row, median_of, ratio, weights_name
 from fastdecode.decoder import Decoder
-from fastdecode.drafters.root import RootOnly
-from fastdecode.drafting import DEFAULT_TREE, DraftOptions
+from fastdecode.drafting import DEFAULT_TREE, DraftOptions, DraftPlan
 from fastdecode.loading import check_what_is_built, load, wants_int8_cache
 from fastdecode.memory import bytes_per_round, measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
@@ -38,14 +31,24 @@ from fastdecode.tokenizer import load_tokenizer
 from fastdecode.tuner import PLAIN, best
 from fastdecode.tuning_report import as_table, choice_for
 from models.checkpoint import find_checkpoint, read_config
-from quantize.linear import QuantizedLinear
-from quantize.network import load_network
-from quantize.on_the_fly import BITS, quantized_copy
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
+<<<<<<< HEAD
 WARM_UP_TOKENS = 16
 UNDRAFTED = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
+=======
+PLAIN = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
+>>>>>>> bench
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft that is measured beside plain decoding, as `--draft` and `--tree` name it."""
+
+    plan: DraftPlan
+    name: str
+    tree: str
 
 
 @dataclass
@@ -55,17 +58,23 @@ class Program:
     decoder: Decoder
     first_tokens: dict[int, tuple[str, list[Result]]]
     results: list[Result]
+    draft: Draft | None = None
+    peak: int | None = None  # bytes
 
 
 class Benchmark:
-    """One run of the benchmark. Options are checked before anything is loaded; raises InputError."""
+    """One run of the benchmark. Options are checked before anything is loaded; raises InputError.
+
+    The suite `full` adds lookup beside the draft that was asked for, dequantized weights beside those as stored, and
+    the rate at long contexts.
+    """
 
     def __init__(self, args: argparse.Namespace):
-        self.args = args
+        self.args, self.full = args, args.suite == "full"
         self.console = Console(stderr=True, highlight=False)
         check_what_is_built(quantize=args.quantize)
         wants_int8_cache(args.kv_cache)
-        drafting = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
+        asked = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
         self.sampling = sampling_arguments(args)
         SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
         lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)
@@ -73,13 +82,27 @@ class Benchmark:
         self.source = "\n".join(line.text for line in lines)
         set_threads(args.threads)
         # A head or tree that does not fit is refused before weights are read.
+<<<<<<< HEAD
         path = find_checkpoint(args.model)
         self.plan = drafting.plan(read_config(path), load_tokenizer(path), path)
         self.tree = args.tree if args.tree != "auto" else DEFAULT_TREE
+=======
+        self.path = find_checkpoint(args.model)
+        config, tokenizer = read_config(self.path), load_tokenizer(self.path)
+        self.drafts = []
+        if self.full and args.draft != "ngram":
+            plan = DraftOptions.parse("ngram", "auto", None, args.quantize).plan(config, tokenizer, self.path)
+            self.drafts.append(Draft(plan, "ngram", DEFAULT_TREE))
+        plan = asked.plan(config, tokenizer, self.path)
+        if plan.drafts:
+            name, tree = (str(plan.path) if args.draft == "auto" else args.draft), args.tree
+            self.drafts.append(Draft(plan, name, DEFAULT_TREE if tree == "auto" else tree))
+>>>>>>> bench
 
     def run(self) -> dict[str, Any]:
         """Measure, printing the predicted ceiling on stdout before the rates; returns the JSON object."""
         args = self.args
+<<<<<<< HEAD
         cold_compile_s, warm_start_s = self._startup() if args.startup else (None, None)
         with self.console.status(escape(f"Loading {args.model} …")):
             decoder = load(**{**load_arguments(args), **UNDRAFTED}, note=self._note)
@@ -98,21 +121,58 @@ class Benchmark:
             programs.append(self._warmed_up(decoder.with_drafter(self.plan.with_tree(self.tree))))
             peaks.append(None)  # two decoders are in memory
         peers = {name: _peer(name, decoder, args.model, args.quantize) for name in args.against}
+=======
+        startup = self._startup() if args.startup else {}
+        decoder = self._load(args.quantize)
+        device = decoder.model.norm.weight.device
+        if args.temperature == "model":
+            self.sampling = sampling_arguments(args, decoder.suggested_sampling)
+        rows, contexts, bandwidth = self._measure(decoder, args.quantize, args.against, startup)
+        quantized = weights_name(decoder.model).startswith("int")
+        del decoder
+        if self.full and quantized and args.quantize != "none":
+            gc.collect()  # what a decoder compiled refers to it in circles, and two models may not fit
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            more, more_contexts, _ = self._measure(self._load("none"), "none", (), {}, bandwidth)
+            for row in more:
+                row["peak_memory_mb"] = None  # of this process, which has held the first model, too
+            rows, contexts = rows + more, contexts + more_contexts
+        report = as_report(machine(device, bandwidth), args.model, [Row(**row) for row in rows])
+        return {**report, "context": contexts} if self.full else report
+>>>>>>> bench
 
-        answers: dict[str, list] = {name: [] for name in peers}
+    def _load(self, quantize: str) -> Decoder:
+        with self.console.status(escape(f"Loading {self.args.model} …")):
+            return load(**{**load_arguments(self.args), **PLAIN, "quantize": quantize}, note=self._note)
+
+    def _measure(
+        self, decoder: Decoder, quantize: str, against: tuple[str, ...], startup: dict, bandwidth: float | None = None
+    ) -> tuple[list[dict], list[dict], float]:
+        """The rows of one precision, its rates at long contexts (full suite only), and the memory's bandwidth."""
+        args, device = self.args, decoder.model.norm.weight.device
+        prompts = [decoder.encode(line.text, raw=args.raw, system=args.system) for line in self.prompts]
+        plain = self._warmed_up(decoder)
+        # Before the block that measures bandwidth, and before another program: both would count as ours.
+        plain.peak = peak_memory_bytes(device)
+        bandwidth = bandwidth or measure_bandwidth(device)
+        self._print_ceiling(decoder, bandwidth, prompts)
+        programs = [plain, *(self._warmed_up(decoder.with_drafter(d.plan), d) for d in self.drafts)]
+        longest = max(map(len, prompts)) + args.max_new_tokens
+        reach = max(longest, *(n + 1 for n, (_, runs) in plain.first_tokens.items() if runs), 0)
+        with self.console.status("Warming up other programs …"):
+            others = contenders(against, decoder, self.path, quantize, prompts[0], longest, reach)
         with self.console.status("Decoding …") as status:
-            for peer in peers.values():
-                peer.generate(prompts[0], WARM_UP_TOKENS)
-            for start in range(0, len(self.prompts), args.batch):
+            for start in range(0, len(self.prompts), args.batch):  # every program has its turn at every prompt
                 status.update(f"Decoding, prompt {start + 1} of {len(self.prompts)} …")
                 group = self.prompts[start : start + args.batch]
                 for program in programs:
                     program.results += self._answer(program.decoder, group, start, max_new_tokens=args.max_new_tokens)
-                for name, peer in peers.items():
-                    answers[name].append(peer.generate(prompts[start], max(1, committed(programs[0].results[-1]))))
+                for other in others:
+                    other.answer(prompts[start], max(1, committed(plain.results[-1])))
 
-        rows, plain = [], programs[0]
         greedy = SamplingOptions(**self.sampling).plain_greedy
+<<<<<<< HEAD
         for program, peak in zip(programs, peaks, strict=True):
             row = decoder_row(program.decoder, program.results, self.prompts, bandwidth)
             row |= comparison(decoder, plain.results, program.results, prompts, greedy)
@@ -133,16 +193,43 @@ class Benchmark:
             }
             precision = SHORT_DTYPE[decoder.model.norm.weight.dtype]
             rows.append({"program": name, "weights": precision, "kv_cache": precision, **row, "ttft_s": ttft})
+=======
+        rows = [self._row(program, plain, prompts, bandwidth, greedy) for program in programs]
+        rows[-1 if len(programs) > 1 and not self.full else 0] |= startup
+        encoded = {
+            n: (decoder.encode(text, raw=True) if runs else [], len(runs))
+            for n, (text, runs) in plain.first_tokens.items()
+        }
+        with self.console.status("Time to first token, other programs …"):
+            rows += [
+                contender_row(other, decoder, prompts, plain.results, encoded, bandwidth, greedy) for other in others
+            ]
+>>>>>>> bench
         rate = rows[0]["decode_tokens_per_s"]
-        finished = [Row(**row, speedup=ratio(row["decode_tokens_per_s"], rate)) for row in rows]
-        return as_report(machine(device, bandwidth), args.model, finished)
+        rows = [{**row, "speedup": ratio(row.get("decode_tokens_per_s"), rate)} for row in rows]
+        contexts = []
+        if self.full:
+            texts = {n: self._text_of(n, decoder) for n in CONTEXTS}
+            with self.console.status("Decoding at long contexts …"):
+                contexts = context_rates(decoder, texts)
+        return rows, contexts, bandwidth
 
-    def _warmed_up(self, decoder: Decoder) -> "Program":
+    def _row(self, program: Program, plain: Program, prompts, bandwidth: float, greedy: bool) -> dict[str, Any]:
+        row = decoder_row(program.decoder, program.results, self.prompts, bandwidth)
+        row |= comparison(plain.decoder, plain.results, program.results, prompts, greedy)
+        row["ttft_s"] = {
+            str(n): median_of([r.stats["ttft_s"] for r in runs]) for n, (_, runs) in program.first_tokens.items()
+        }
+        # With a draft, two decoders are in memory.
+        row["peak_memory_mb"] = None if program.peak is None else program.peak / 1e6
+        return row if program.draft is None else {**row, "draft": program.draft.name, "tree": program.draft.tree}
+
+    def _warmed_up(self, decoder: Decoder, draft: Draft | None = None) -> Program:
         """A decoder that has compiled, and its times to first token."""
         with self.console.status("Warming up …"):
             self._answer(decoder, self.prompts[:1], 0, max_new_tokens=WARM_UP_TOKENS)
         with self.console.status("Time to first token …"):
-            return Program(decoder, self._first_tokens(decoder), [])
+            return Program(decoder, self._first_tokens(decoder), [], draft)
 
     def _tuned(self, decoder: Decoder) -> str:
         """The best tree here, measured now if it never was; where none beats plain decoding, the best of them."""
@@ -160,7 +247,7 @@ class Benchmark:
     def _note(self, sentence: str) -> None:
         self.console.print(sentence, markup=False, soft_wrap=True)
 
-    def _startup(self) -> tuple[float | None, float]:
+    def _startup(self) -> dict[str, float | None]:
         """Seconds of compilation with an empty cache, and seconds from command to first token with the filled one.
 
         Runs before the model is loaded here, so that it is in memory once at a time.
@@ -172,7 +259,8 @@ class Benchmark:
                 if not self.args.compile:
                     measure_startup(self.args, Path(folder))  # operators are built at a first start, too
             with self.console.status("Starting a fresh process …"):
-                return cold, measure_startup(self.args, Path(folder))["total_s"]
+                warm = measure_startup(self.args, Path(folder))["total_s"]
+        return {"cold_compile_s": cold, "warm_start_s": warm}
 
     def _answer(self, decoder: Decoder, lines: list[PromptLine], first_index: int, **options: Any) -> list[Result]:
         args = self.args
@@ -186,13 +274,17 @@ class Benchmark:
             **options,
         )
 
+    def _text_of(self, n_tokens: int, decoder: Decoder) -> str | None:
+        """A text of exactly `n_tokens` tokens; None where there is none, or the context is too short."""
+        if n_tokens >= decoder.max_seq_len:
+            return None
+        return text_of_length(n_tokens, self.source, lambda text: len(decoder.encode(text, raw=True)))
+
     def _first_tokens(self, decoder: Decoder) -> dict[int, tuple[str, list[Result]]]:
         """Per prompt length, a text of exactly that many tokens and its runs; none where the context is too short."""
         found = {}
         for length in FIRST_TOKEN_LENGTHS:
-            text = None
-            if length < decoder.max_seq_len:
-                text = text_of_length(length, self.source, lambda text: len(decoder.encode(text, raw=True)))
+            text = self._text_of(length, decoder)
             runs = range(FIRST_TOKEN_REPEATS if text is not None else 0)
             results = [decoder.generate(text, raw=True, max_new_tokens=1, **self.sampling) for _ in runs]
             found[length] = (text or "", results)
@@ -210,29 +302,6 @@ class Benchmark:
             flush=True,
         )
 
-    def _peer_row(self, decoder, peer, prompts, results, answers, bandwidth) -> dict[str, Any]:
-        """The fields of a peer's row that come from its answers to the prompts."""
-        margins, matched = [], 0
-        for ids, ours, theirs in zip(prompts, results, answers, strict=True):
-            different = first_difference(ours, theirs.token_ids, decoder.stop_ids)
-            if different is None:
-                matched += 1
-            else:
-                margins.append(peer.margin(ids + theirs.token_ids[:different]))
-        rates = rate_fields([answer.decode_tokens_per_s for answer in answers])
-        per_round = round(bytes_per_round(peer.network, RootOnly(), mean_length(results), int8_cache=False))
-        comparable = SamplingOptions(**self.sampling).plain_greedy  # the peer always is
-        return {
-            **rates,
-            "prompts": len(answers),
-            "new_tokens": sum(result.stats["new_tokens"] for result in results),
-            "tau": 1.0,
-            "matched": matched if comparable else None,
-            "first_difference_margins": tuple(margins) if comparable else (),
-            "bytes_per_round": per_round,
-            "bandwidth_share": ratio(rates["decode_tokens_per_s"], bandwidth / per_round),
-        }
-
 
 def text_of_length(n_tokens: int, source: str, count: Callable[[str], int]) -> str | None:
     """A part of `source`, repeated if need be, that is exactly `n_tokens` tokens by `count`; None if there is none."""
@@ -247,13 +316,3 @@ def text_of_length(n_tokens: int, source: str, count: Callable[[str], int]) -> s
         if end <= len(text) and count(text[:end]) == n_tokens:
             return text[:end]
     return None
-
-
-def _peer(name: str, decoder: Decoder, model: str, quantize: str):
-    from fastdecode.benchmark_peers import TransformersPeer  # a slow import, and not everybody has it
-
-    path, weight, network = find_checkpoint(model), decoder.model.norm.weight, decoder.model
-    if any(isinstance(layer, QuantizedLinear) for layer in network.modules()):  # the same numbers, as floats
-        stored = quantized_copy(path, read_config(path), quantize, lambda sentence: None) if quantize in BITS else path
-        network = load_network(stored, read_config(stored), weight.device, weight.dtype, quantized=False)
-    return {"transformers": TransformersPeer}[name](network, path)

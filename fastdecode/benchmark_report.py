@@ -31,7 +31,9 @@ class Row:
 
     Rates are tokens/s of one text, over the prompts; `new_tokens` is their sum. `matched`: prompts whose tokens equal
     plain decoding's. `kv_cache`: the precision of keys and values.
-    `bytes_per_round`: what a round has to read at the least. Times in seconds or, where named so, ms.
+    `bytes_per_round`: what a round has to read at the least. Times in seconds or, where named so, ms. `speedup`: over
+    plain fastdecode in the same precision (other programs: as the model was loaded first). `mode`: how another program
+    ran: eager, compiled. `note`: why a row has no figures, or what they need said.
     """
 
     program: str
@@ -60,6 +62,8 @@ class Row:
     cold_compile_s: float | None = None
     warm_start_s: float | None = None
     tau_by_category: Mapping[str, float] = field(default_factory=dict)
+    mode: str | None = None
+    note: str | None = None
 
 
 def machine(device: torch.device, bandwidth: float) -> dict[str, Any]:
@@ -91,17 +95,33 @@ def as_table(report: Mapping[str, Any]) -> str:
     table = Table(box=ASCII2)
     table.add_column(Text(str(report["model"])))
     for row in rows:
-        draft = "" if row["draft"] == "none" else f" {Path(row['draft']).name} {row['tree']}"
-        cache = "" if row["kv_cache"] == row["weights"] else f" {row['kv_cache']} cache"
-        table.add_column(Text(f"{row['program']} {row['weights']}{cache}{draft}"), justify="right")
+        table.add_column(Text(row_name(row)), justify="right")
     for label, cells in _lines(rows):
         if any(cells):
             table.add_row(label, *(cell or "-" for cell in cells))
     out = io.StringIO()
     in_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if in_terminal else 100
-    Console(file=out, force_terminal=in_terminal, width=width).print(table)
+    console = Console(file=out, force_terminal=in_terminal, width=width)
+    console.print(table)
+    for row in rows:
+        if row["note"]:
+            console.print(f"{row_name(row)}: {row['note']}", markup=False, soft_wrap=True)
+    for found in report.get("context", []):
+        rates = found["decode_tokens_per_s"].items()
+        said = [f"{rate:.1f} tokens/s behind {n} tokens" for n, rate in rates if rate is not None]
+        if found["ms_per_1000_rows"] is not None:
+            said.append(f"{found['ms_per_1000_rows']:.2f} ms a token for 1,000 cached tokens more")
+        console.print(f"{found['weights']}, {found['kv_cache']} cache: {'; '.join(said) or '-'}", soft_wrap=True)
     return out.getvalue().rstrip("\n")
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    """A row's program in a few words."""
+    draft = "" if row["draft"] == "none" else f" {Path(row['draft']).name} {row['tree']}"
+    cache = "" if row["kv_cache"] == row["weights"] else f" {row['kv_cache']} cache"
+    mode = f" {row['mode']}" if row["mode"] else ""
+    return f"{row['program']}{mode} {row['weights']}{cache}{draft}"
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -154,13 +174,14 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path`, which has either its old content or all of the new. Raises InputError if it cannot."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` (text in UTF-8) to `path`, which has either its old content or all of the new. Raises InputError
+    if it cannot."""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
         try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(temporary, 0o644)  # mkstemp's files are for their owner alone
             os.replace(temporary, path)
         except BaseException:
@@ -168,7 +189,7 @@ def write_atomically(path: Path, text: str) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
-        raise InputError(f"--output {path}: cannot be written ({error.strerror or error}).") from error
+        raise InputError(f"{path}: cannot be written ({error.strerror or error}).") from error
 
 
 def _power_limit(device: torch.device) -> float | None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.color import ColorSystem
@@ -17,6 +18,7 @@ from fastdecode.drafting import DraftOptions
 from fastdecode.loading import check_what_is_built, load, wants_int8_cache
 from fastdecode.memory import bytes_per_round, cache_bytes_per_token, measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
+from fastdecode.profiling import RoundProfile
 from fastdecode.prompts import read_prompts
 from fastdecode.request import Result, Span
 from fastdecode.sampling import SamplingOptions
@@ -99,7 +101,7 @@ class Session:
 
     def _run(self, prompts: list[Prompt], **more: Any) -> Iterator[Piece]:
         args = self.args
-        return self.decoder.run(
+        pieces = self.decoder.run(
             prompts,
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
@@ -108,14 +110,14 @@ class Session:
             **self.sampling,
             **more,
         )
+        return pieces if self.profile is None or self.profile.table else self.profile.watch(pieces)
 
     def _check_options(self) -> None:
         args = self.args
         check_what_is_built(quantize=args.quantize)
         wants_int8_cache(args.kv_cache)
         DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
-        if args.profile:
-            raise InputError("--profile is not built yet; leave it out.")
+        self.profile = None if args.profile is None else RoundProfile(Path(args.profile))
         if args.show_draft and args.json:
             raise InputError("--show-draft colours text, and --json prints none of it; give one of them.")
         if args.prompt is not None and args.prompts is not None:
@@ -198,6 +200,9 @@ class Session:
         """One line: prompt, first token, rate, memory, and how near the rate comes to the memory's ceiling."""
         stats = [r.stats for r in results]
         rates = [s["decode_tokens_per_s"] for s in stats if s["decode_tokens_per_s"]]
+        if self.profile is not None:
+            file, table, self.profile = self.profile.file, self.profile.table, None
+            self.note(f"{table}\n{file}: the trace" if table else f"{file}: not written, there was one round only.")
         parts = [
             f"prompt {sum(s['prompt_tokens'] for s in stats)} tokens",
             f"first token {sum(s['ttft_s'] for s in stats) / len(stats):.2f} s",

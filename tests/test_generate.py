@@ -74,6 +74,26 @@ def test_json_has_the_contract_s_keys_and_nothing_else_is_on_stdout(run):
     assert record["decode_tokens_per_s"] > 0 and record["ttft_s"] > 0
 
 
+def test_a_profile_is_a_chrome_trace_and_a_sorted_table_and_leaves_the_answer_alone(run, tmp_path):
+    file = tmp_path / "trace.json"
+    plain = run("hello")
+    code, out, err = run("hello", "--profile", str(file))
+    assert (code, out) == (0, plain[1])
+    events = json.loads(file.read_text())["traceEvents"]
+    rounds = [event for event in events if event.get("name") == "aten::embedding"]
+    assert len(rounds) == 11  # of 12 rounds the first is not traced: it comes with the prompt
+    assert list(tmp_path.iterdir()) == [file]
+    percents = [float(x) for x in re.findall(r"^ *(?:aten|fastdecode)::\S+ +([0-9.]+)%", err, re.MULTILINE)]
+    assert len(percents) > 5 and percents == sorted(percents, reverse=True)
+    assert f"{file}: the trace" in err
+
+
+def test_a_profile_of_a_single_round_says_that_there_is_none(run, tmp_path):
+    file = tmp_path / "trace.json"
+    code, _, err = run("hello", "--profile", str(file), "--max-new-tokens", "1")
+    assert code == 0 and "not written" in err and not file.exists()
+
+
 def test_a_rate_without_later_tokens_is_null(run):
     assert json_lines(run("hello", "--json", "--max-new-tokens", "1")[1])[0]["decode_tokens_per_s"] is None
 
@@ -250,7 +270,7 @@ BAD = [
     (["hi", "--quantize", "w8a8"], "not built yet"),
     (["hi", "--kv-cache", "int4"], "--kv-cache should be auto or int8"),
     (["hi", "--show-draft", "--json"], "--show-draft"),
-    (["hi", "--profile", "trace.json"], "not built yet"),
+    (["hi", "--profile", "/nowhere/trace.json"], "--profile /nowhere/trace.json"),
     (["hi", "--raw", "--system", "x"], "--system"),
     (["hi", "--prompts", "file"], "--prompts"),
     (["--chat", "--raw"], "--chat"),

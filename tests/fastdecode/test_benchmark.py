@@ -31,6 +31,7 @@ ROW_KEYS = [
     *("decode_tokens_per_s", "decode_tokens_per_s_min", "decode_tokens_per_s_max", "ttft_s", "tau", "accept_by_depth"),
     *("speedup", "matched", "first_difference_margins", "draft_ms", "verify_ms", "rest_ms"),
     *("bytes_per_round", "bandwidth_share", "peak_memory_mb", "cold_compile_s", "warm_start_s", "tau_by_category"),
+    *("mode", "note"),
 ]
 
 
@@ -294,10 +295,11 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(tmp_path, mon
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--suite=full"], "--suite full is not built yet"),
         (["--suite=slow"], "--suite should be one of"),
-        (["--plot=chart.svg"], "--plot is not built yet"),
-        (["--against=llama.cpp"], "--against llama.cpp is not built yet"),
+        (["--part=kernels"], "--part is for --suite gpu"),
+        (["--suite=gpu", "--part=fans"], "--part should be one of kernels, rounds, exact, memory"),
+        (["--suite=gpu", "--against=transformers"], "--suite gpu measures no other programs"),
+        (["--plot=missing-folder/chart.png"], "missing-folder/chart.png"),
         (["--against=transformers,vllm"], "--against vllm is not built yet"),
         (["--against=transformers", "--batch=2"], "--batch"),
         (["--against=transformers", "--stop=x"], "--stop"),
@@ -333,18 +335,38 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence_before_a_model_is_load
 
 def test_a_peer_that_is_not_installed_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run_command(benchmark.main, ["--against=transformers"]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
+    for name, package in (("transformers", "transformers"), ("llama.cpp", "llama-cpp-python")):
+        assert run_command(benchmark.main, [f"--against={name}"]) == 2
+        assert f"pip install {package}`" in capsys.readouterr().err
+
+
+def test_llama_cpp_is_refused_for_what_is_no_gguf_file(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    assert run_command(benchmark.main, ["--against=llama.cpp", "--model=some/folder"]) == 2
+    assert "GGUF files only" in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_command(benchmark.main, ["--plot=chart.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_suite_is_refused_in_a_sentence_without_a_card(capsys):
+    assert run_command(benchmark.main, ["--suite=gpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --suite gpu needs a CUDA device") and said.count("\n") == 1
 
 
 def test_the_command_ends_with_2_and_one_sentence_and_without_torch():
     program = (
         "import sys; from fastdecode import benchmark, options; "
-        "code = options.run_command(benchmark.main, ['--suite=gpu']); sys.exit(code + 10 * ('torch' in sys.modules))"
+        "code = options.run_command(benchmark.main, ['--suite=slow']); sys.exit(code + 10 * ('torch' in sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "error: --suite gpu is not built yet; leave it out, or give quick.\n"
+    assert ended.stderr == "error: --suite should be one of quick, full, gpu, found 'slow'.\n"
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 40, 999])

@@ -5,8 +5,8 @@ import torch
 from tiny_checkpoint import tiny_checkpoint
 
 from fastdecode import load
-from fastdecode.benchmark_measure import first_difference
 from fastdecode.benchmark_peers import TransformersPeer
+from fastdecode.benchmark_rows import first_difference
 from fastdecode.request import Result
 
 
@@ -31,7 +31,7 @@ def test_transformers_decodes_exactly_as_many_tokens_as_asked(tmp_path):
     answer = peer.generate(prompt, 12)
     assert answer.token_ids == expected
     assert answer.ttft_s > 0 and answer.decode_tokens_per_s > 0
-    assert peer.generate(prompt, 1)._replace(ttft_s=0) == (expected[:1], 0, None)
+    assert peer.generate(prompt, 1)._replace(ttft_s=0) == (expected[:1], 0, None, 1)
 
 
 def test_the_margin_is_what_the_likeliest_token_leads_by(tmp_path):
