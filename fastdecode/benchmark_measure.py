@@ -34,12 +34,7 @@ from models.checkpoint import find_checkpoint, read_config
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
-<<<<<<< HEAD
-WARM_UP_TOKENS = 16
 UNDRAFTED = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
-=======
-PLAIN = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
->>>>>>> bench
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Draft:
 
     plan: DraftPlan
     name: str
-    tree: str
+    tree: str  # auto: the tuner's choice
 
 
 @dataclass
@@ -82,11 +77,6 @@ class Benchmark:
         self.source = "\n".join(line.text for line in lines)
         set_threads(args.threads)
         # A head or tree that does not fit is refused before weights are read.
-<<<<<<< HEAD
-        path = find_checkpoint(args.model)
-        self.plan = drafting.plan(read_config(path), load_tokenizer(path), path)
-        self.tree = args.tree if args.tree != "auto" else DEFAULT_TREE
-=======
         self.path = find_checkpoint(args.model)
         config, tokenizer = read_config(self.path), load_tokenizer(self.path)
         self.drafts = []
@@ -95,33 +85,11 @@ class Benchmark:
             self.drafts.append(Draft(plan, "ngram", DEFAULT_TREE))
         plan = asked.plan(config, tokenizer, self.path)
         if plan.drafts:
-            name, tree = (str(plan.path) if args.draft == "auto" else args.draft), args.tree
-            self.drafts.append(Draft(plan, name, DEFAULT_TREE if tree == "auto" else tree))
->>>>>>> bench
+            self.drafts.append(Draft(plan, str(plan.path) if args.draft == "auto" else args.draft, args.tree))
 
     def run(self) -> dict[str, Any]:
         """Measure, printing the predicted ceiling on stdout before the rates; returns the JSON object."""
         args = self.args
-<<<<<<< HEAD
-        cold_compile_s, warm_start_s = self._startup() if args.startup else (None, None)
-        with self.console.status(escape(f"Loading {args.model} …")):
-            decoder = load(**{**load_arguments(args), **UNDRAFTED}, note=self._note)
-        device = decoder.model.norm.weight.device
-        if args.temperature == "model":
-            self.sampling = sampling_arguments(args, decoder.suggested_sampling)
-        prompts = [decoder.encode(line.text, raw=args.raw, system=args.system) for line in self.prompts]
-        programs = [self._warmed_up(decoder)]
-        # Before the block that measures bandwidth, and before another program: both would count as ours.
-        peaks = [peak_memory_bytes(device)]
-        bandwidth = measure_bandwidth(device)
-        self._print_ceiling(decoder, bandwidth, prompts)
-        if self.plan.drafts:
-            if args.tree == "auto":
-                self.tree = self._tuned(decoder)
-            programs.append(self._warmed_up(decoder.with_drafter(self.plan.with_tree(self.tree))))
-            peaks.append(None)  # two decoders are in memory
-        peers = {name: _peer(name, decoder, args.model, args.quantize) for name in args.against}
-=======
         startup = self._startup() if args.startup else {}
         decoder = self._load(args.quantize)
         device = decoder.model.norm.weight.device
@@ -140,11 +108,10 @@ class Benchmark:
             rows, contexts = rows + more, contexts + more_contexts
         report = as_report(machine(device, bandwidth), args.model, [Row(**row) for row in rows])
         return {**report, "context": contexts} if self.full else report
->>>>>>> bench
 
     def _load(self, quantize: str) -> Decoder:
         with self.console.status(escape(f"Loading {self.args.model} …")):
-            return load(**{**load_arguments(self.args), **PLAIN, "quantize": quantize}, note=self._note)
+            return load(**{**load_arguments(self.args), **UNDRAFTED, "quantize": quantize}, note=self._note)
 
     def _measure(
         self, decoder: Decoder, quantize: str, against: tuple[str, ...], startup: dict, bandwidth: float | None = None
@@ -157,7 +124,8 @@ class Benchmark:
         plain.peak = peak_memory_bytes(device)
         bandwidth = bandwidth or measure_bandwidth(device)
         self._print_ceiling(decoder, bandwidth, prompts)
-        programs = [plain, *(self._warmed_up(decoder.with_drafter(d.plan), d) for d in self.drafts)]
+        drafts = [self._settled(draft, decoder) for draft in self.drafts]
+        programs = [plain, *(self._warmed_up(decoder.with_drafter(d.plan), d) for d in drafts)]
         longest = max(map(len, prompts)) + args.max_new_tokens
         reach = max(longest, *(n + 1 for n, (_, runs) in plain.first_tokens.items() if runs), 0)
         with self.console.status("Warming up other programs …"):
@@ -172,28 +140,6 @@ class Benchmark:
                     other.answer(prompts[start], max(1, committed(plain.results[-1])))
 
         greedy = SamplingOptions(**self.sampling).plain_greedy
-<<<<<<< HEAD
-        for program, peak in zip(programs, peaks, strict=True):
-            row = decoder_row(program.decoder, program.results, self.prompts, bandwidth)
-            row |= comparison(decoder, plain.results, program.results, prompts, greedy)
-            row["ttft_s"] = {
-                str(n): median_of([r.stats["ttft_s"] for r in found]) for n, (_, found) in program.first_tokens.items()
-            }
-            row["peak_memory_mb"] = None if peak is None else peak / 1e6
-            if program is not plain:
-                draft = str(self.plan.path) if args.draft == "auto" else args.draft
-                row |= {"draft": draft, "tree": self.tree}
-            rows.append(row)
-        rows[-1] |= {"cold_compile_s": cold_compile_s, "warm_start_s": warm_start_s}
-        for name, peer in peers.items():
-            row = self._peer_row(decoder, peer, prompts, plain.results, answers[name], bandwidth)
-            ttft = {
-                str(n): median_of([peer.generate(decoder.encode(text, raw=True), 1).ttft_s for _ in found])
-                for n, (text, found) in plain.first_tokens.items()
-            }
-            precision = SHORT_DTYPE[decoder.model.norm.weight.dtype]
-            rows.append({"program": name, "weights": precision, "kv_cache": precision, **row, "ttft_s": ttft})
-=======
         rows = [self._row(program, plain, prompts, bandwidth, greedy) for program in programs]
         rows[-1 if len(programs) > 1 and not self.full else 0] |= startup
         encoded = {
@@ -204,7 +150,6 @@ class Benchmark:
             rows += [
                 contender_row(other, decoder, prompts, plain.results, encoded, bandwidth, greedy) for other in others
             ]
->>>>>>> bench
         rate = rows[0]["decode_tokens_per_s"]
         rows = [{**row, "speedup": ratio(row.get("decode_tokens_per_s"), rate)} for row in rows]
         contexts = []
@@ -231,10 +176,17 @@ class Benchmark:
         with self.console.status("Time to first token …"):
             return Program(decoder, self._first_tokens(decoder), [], draft)
 
-    def _tuned(self, decoder: Decoder) -> str:
+    def _settled(self, draft: Draft, decoder: Decoder) -> Draft:
+        """The draft with a tree, which the tuner chooses where none was named."""
+        if draft.tree != "auto":
+            return draft
+        tree = self._tuned(draft.plan, decoder)
+        return Draft(draft.plan.with_tree(tree), draft.name, tree)
+
+    def _tuned(self, plan: DraftPlan, decoder: Decoder) -> str:
         """The best tree here, measured now if it never was; where none beats plain decoding, the best of them."""
         with self.console.status("Measuring which tree pays (minutes the first time) …") as status:
-            choice = choice_for(self.plan, decoder, self._note, lambda step: status.update(escape(step)))
+            choice = choice_for(plan, decoder, self._note, lambda step: status.update(escape(step)))
         if choice is None:
             return DEFAULT_TREE
         self.console.print(as_table(choice))
