@@ -3,6 +3,8 @@
 llama.cpp is in benchmark_llama.py; which programs there are, and their rows, in benchmark_against.py.
 """
 
+import copy
+import functools
 import time
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -62,10 +64,7 @@ class TransformersPeer:
                 f"{checkpoint}: has rope factors that transformers leaves out of GGUF files; leave out --against "
                 "transformers."
             )
-        if checkpoint.is_dir():
-            config = transformers.AutoConfig.from_pretrained(str(checkpoint))
-        else:
-            config = transformers.AutoConfig.from_pretrained(str(checkpoint.parent), gguf_file=checkpoint.name)
+        config = copy.deepcopy(_config(checkpoint))
         weight = model.norm.weight
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config)
@@ -120,6 +119,14 @@ class _Clock:
 
     def end(self) -> None:
         pass
+
+
+@functools.lru_cache(maxsize=1)
+def _config(checkpoint: Path) -> transformers.PretrainedConfig:
+    """The config of a folder or GGUF file, of which the library reads all: once for all modes."""
+    if checkpoint.is_dir():
+        return transformers.AutoConfig.from_pretrained(str(checkpoint))
+    return transformers.AutoConfig.from_pretrained(str(checkpoint.parent), gguf_file=checkpoint.name)
 
 
 def _settings(mode: str, longest: int) -> dict:
