@@ -10,6 +10,7 @@ import torch
 from eagle_fixtures import token_paths
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 
 from fastdecode.tree import Candidates, DynamicTree, StaticTree, lineage, path_to, plant
 from fastdecode.tree_options import chain, eagle1_tree, parse_tree
@@ -192,6 +193,21 @@ def test_paths_and_depth_follow_from_the_parents():
     assert family.ancestors[0, 4].tolist() == [True, True, False, True, True, False]
     assert path_to(torch.tensor([4]), family, 3).tolist() == [[0, 1, 3, 4]]
     assert path_to(torch.tensor([5]), family, 3).tolist() == [[0, 2, 5, 0]]
+
+
+def test_what_is_compiled_does_not_grow_with_powers_of_the_depth():
+    def size(depth: int) -> int:
+        def accept(agrees):
+            parents = (torch.arange(depth + 1) - 1).clamp_min(0)[None]
+            family = lineage(parents, depth)
+            accepted = (agrees[:, None] | ~family.ancestors).all(-1)
+            return path_to(torch.where(accepted, family.depth, -1).amax(-1), family, depth)
+
+        torch._dynamo.reset()
+        _, code = run_and_get_code(torch.compile(accept, fullgraph=True), torch.ones(1, depth + 1, dtype=torch.bool))
+        return sum(map(len, code))
+
+    assert size(7) < 1.3 * size(3)
 
 
 def test_options_name_trees(tmp_path):
