@@ -74,7 +74,7 @@ def prepare_compiler() -> Thread:
     from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  (here, since imports in two threads collide)
 
     def ask() -> None:
-        native.load(attention.SOURCES)
+        native.built(attention.SOURCES)
         cpu_vec_isa.pick_vec_isa()
 
     thread = Thread(target=ask, daemon=True)

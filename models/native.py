@@ -27,8 +27,20 @@ def cache_folder() -> Path:
 def load(sources: Sequence[Path], folder: Path | None = None) -> Path | None:
     """Load the library of `sources` (the first includes the rest) into torch, built first if it is missing or damaged.
 
-    Returns its file in `folder` (None: the user's cache), or None where it cannot be built or loaded.
+    Returns its file in `folder` (None: the user's cache), or None where it cannot be built or loaded. Once in a process:
+    torch ends one that registers an operator twice, which a copy in another folder would do.
     """
+    library = built(sources, folder)
+    try:
+        if library is not None:
+            torch.ops.load_library(library)
+    except OSError:  # a library that does not fit
+        return None
+    return library
+
+
+def built(sources: Sequence[Path], folder: Path | None = None) -> Path | None:
+    """The library's file, built if it is missing or damaged; None where that cannot be done. Loads nothing."""
     command = build_command(sources[0])
     if command is None:
         return None
@@ -36,8 +48,7 @@ def load(sources: Sequence[Path], folder: Path | None = None) -> Path | None:
     try:
         if not intact(library):
             build(command, library)
-        torch.ops.load_library(library)
-    except (OSError, subprocess.SubprocessError):  # no such folder, a compiler that cannot, a library that does not fit
+    except (OSError, subprocess.SubprocessError):  # no such folder, a compiler that cannot
         return None
     return library
 
