@@ -27,8 +27,8 @@ def cache_folder() -> Path:
 def load(sources: Sequence[Path], folder: Path | None = None) -> Path | None:
     """Load the library of `sources` (the first includes the rest) into torch, built first if it is missing or damaged.
 
-    Returns its file in `folder` (None: the user's cache), or None where it cannot be built or loaded. Once in a process:
-    torch ends one that registers an operator twice, which a copy in another folder would do.
+    Returns its file in `folder` (None: the user's cache), or None where it cannot be built or loaded. To be called once
+    in a process: torch ends one that registers an operator twice, which a copy in another folder would do.
     """
     library = built(sources, folder)
     try:
