@@ -81,12 +81,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = check(args)
     import torch  # only when there is work for it
 
+    with torch.no_grad():
+        run(args, options)
+
+
+def run(args: argparse.Namespace, options: "Options") -> None:
+    """Quantize what was asked for, and print the report."""
     from fastdecode.tokenizer import load_tokenizer
     from models.checkpoint import find_checkpoint
     from quantize.pipeline import quantize_checkpoint
     from quantize.plan import check_skip, plan_head, plan_model
 
-    torch.set_grad_enabled(False)
     path = find_checkpoint(args.model)
     plan = plan_model(path, options)
     head = None

@@ -206,7 +206,8 @@ def test_stored_programs_of_both_caches_live_side_by_side(tiny, tmp_path, monkey
     first = {kind: answers(kind) for kind in ("int8", "auto")}
     assert first["int8"] == [tiny[2].generate(text_of(n), raw=True, max_new_tokens=40).token_ids for n in (5, 240)]
     assert first["int8"] != first["auto"]
-    assert len(list((tmp_path / "fastdecode").iterdir())) == 2
+    programs = [file for file in (tmp_path / "fastdecode").iterdir() if file.suffix != ".so"]  # those are operators
+    assert len(programs) == 2
     monkeypatch.setattr(torch, "compile", None)
     assert {kind: answers(kind) for kind in ("auto", "int8")} == first
 
