@@ -27,7 +27,7 @@ class ConversationStore:
     """A folder of conversations for one target, in the order in which they came.
 
     Raises InputError, naming the file, for data of another target and for damaged shards.
-    `fingerprint`: the target's, kept in every shard. `seen`: what the shards' `notes` name, see `append`.
+    `fingerprint`: the target's, kept in every shard. `seen`: hashes of all prompts so far; `n_made`: see `append`.
     """
 
     def __init__(self, folder: Path, fingerprint: str):
