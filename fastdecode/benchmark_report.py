@@ -66,8 +66,8 @@ class Row:
     note: str | None = None
 
 
-def machine(device: torch.device, bandwidth: float) -> dict[str, Any]:
-    """What the figures were measured on. `bandwidth` in bytes/s."""
+def machine(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
+    """What the figures were measured on. `bandwidth` in bytes/s, None where it was not measured."""
     on_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
@@ -75,7 +75,7 @@ def machine(device: torch.device, bandwidth: float) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
-        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
+        "bandwidth_gb_s": None if bandwidth is None else round(bandwidth / 1e9, 2),
     }
 
 

@@ -72,8 +72,9 @@ class Decoder:
         self.busy = False
         self.compile_seconds: dict[str, float] = {}  # program -> seconds that its warm-up took
 
-    def with_drafter(self, plan: DraftPlan) -> "Decoder":
-        """A second decoder of the same model, with caches of its own and the drafter that `plan` builds."""
+    def with_drafter(self, plan: DraftPlan, **how: Any) -> "Decoder":
+        """A second decoder of the same model, with caches of its own and the drafter that `plan` builds; `how`: further
+        arguments of its `build`."""
         vocab_size = self.runner.round.vocab_size
         other = Decoder(
             self.model,
@@ -82,7 +83,7 @@ class Decoder:
             max_seq_len=self.max_seq_len,
             batch=self.batch,
             compile=self.compile,
-            drafter=plan.build(self.model, self.max_seq_len, self.batch, vocab_size),
+            drafter=plan.build(self.model, self.max_seq_len, self.batch, vocab_size, **how),
             program_folder=self.program_folder,
             int8_cache=self.cache.quantized,
         )

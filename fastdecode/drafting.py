@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdecode.drafters import Drafter, cache_rows_for
-from fastdecode.drafters.eagle import EagleDrafter
+from fastdecode.drafters.eagle import EagleDrafter, Noise
 from fastdecode.drafters.model import ModelDrafter
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.drafters.root import RootOnly
@@ -113,15 +113,17 @@ class DraftPlan:
             return DraftPlan(replace(self.options, draft="none"), self.target)
         return replace(self, options=replace(self.options, tree=parse_tree(name), tree_name=name))
 
-    def build(self, target: Transformer, max_seq_len: int, batch: int, vocab_size: int) -> Drafter:
-        """The drafter for `batch` texts of `max_seq_len` tokens with ids below `vocab_size`. Raises InputError for
-        damaged files of a head or model."""
+    def build(
+        self, target: Transformer, max_seq_len: int, batch: int, vocab_size: int, noise: Noise = "scores"
+    ) -> Drafter:
+        """The drafter for `batch` texts of `max_seq_len` tokens with ids below `vocab_size`; `noise`: EagleDrafter's.
+        Raises InputError for damaged files of a head or model."""
         tree = self.options.tree
         n_drafted, rows = tree.n_nodes - 1, cache_rows_for(max_seq_len, tree.n_nodes)
         if self.head is not None:
             # Beside a quantized target a float head would take much of a round.
             bits = HEAD_BITS if has_quantized_matrices(target) else None
-            return EagleDrafter(load_draft_head(self.path, self.head, target, bits), tree, batch, rows)
+            return EagleDrafter(load_draft_head(self.path, self.head, target, bits), tree, batch, rows, noise)
         if self.model is not None:
             weight = target.norm.weight
             model = load_as(self.path, self.model, weight.device, weight.dtype, self.options.quantize)

@@ -4,6 +4,8 @@ The head runs on pairs (feature f_i, token t_{i+1}) at position i. With the root
 committed; those that the head has not run yet are pending, and their last one answers with the root's children.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ from models.cache import KVCache
 from models.eagle import DraftHead
 from models.errors import InputError
 from models.transformer import Hidden
+
+Noise = Literal["scores", "ranks", "none"]
 
 
 class EagleState(nn.Module):
@@ -39,14 +43,15 @@ class EagleState(nn.Module):
 class EagleDrafter(nn.Module):
     """Drafts for `batch` texts with `head`; the tree's shape is the builder's.
 
-    `rows`: rows of the target's cache, bin included, which bound every text. `scores_with_noise`: at T > 0 a node of a
-    dynamic tree adds `log_softmax(log q / T + noise)` to its parent's score; else log q. Raises InputError when the
-    tree asks for more children of a node than the head's vocabulary has.
+    `rows`: rows of the target's cache, bin included, which bound every text. `noise`: what a draft at T > 0 takes of
+    the noise that the target will choose with: "scores" (children are ranked by it, and a node of a dynamic tree adds
+    `log_softmax(log q / T + noise)` to its parent's score), "ranks" (a node adds log q) or "none" (log q alone).
+    Raises InputError when the tree asks for more children of a node than the head's vocabulary has.
     """
 
-    def __init__(self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int, scores_with_noise: bool = True):
+    def __init__(self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int, noise: Noise = "scores"):
         super().__init__()
-        self.scores_with_noise = scores_with_noise
+        self.noise = noise
         if tree.top_k > head.config.draft_vocab_size:
             raise InputError(
                 f"The tree asks for the {tree.top_k} best children of a node, but the head's vocabulary has "
@@ -71,8 +76,8 @@ class EagleDrafter(nn.Module):
         """A tree below `root [B]`, the last committed token of each text.
 
         `cache_rows [S]` is arange(S), S the bucket. Candidates are ranked by log q, or where `context` has a
-        temperature T > 0 by `log q / T + noise`, as the target will choose. With no pair pending (a text of one token)
-        only the root is valid.
+        temperature T > 0 by `log q / T + noise`, as the target will choose (see `noise` of the class). With no pair
+        pending (a text of one token) only the root is valid.
         """
         position = text.length - 1  # [B], the root's
         valid = position > self.state.filled
@@ -157,7 +162,7 @@ class EagleDrafter(nn.Module):
         """The best children of nodes of `depth`, whose states are `for_logits [B, W, h]`."""
         logits = self.head.logits(for_logits).float()
         ranks = logits
-        if context is not None:
+        if context is not None and self.noise != "none":
             drawn = self.head.at_drafted(context.noise[:, depth])[:, None]  # [B, 1, draft_vocab]
             temperature = context.options.temperature[:, None, None]
             samples = temperature > 0
@@ -166,7 +171,7 @@ class EagleDrafter(nn.Module):
             best, ids = ranks.max(-1, keepdim=True)  # unlike topk, the compiler fuses it
         else:
             best, ids = ranks.topk(self.tree.top_k, dim=-1)
-        if self.scores_with_noise:
+        if self.noise == "scores":
             return Candidates(self.head.target_ids(ids), best - ranks.logsumexp(-1, keepdim=True))
         return Candidates(self.head.target_ids(ids), logits.log_softmax(-1).gather(-1, ids))
 

@@ -1,0 +1,104 @@
+"""What `python -m fastdecode.acceptance` measures: each draft with each tree at each temperature, one after another."""
+
+import argparse
+import gc
+import io
+from typing import Any
+
+from rich.box import ASCII2
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fastdecode.benchmark_report import machine
+from fastdecode.benchmark_rows import accept_by_depth, comparison, tau_of, weights_name
+from fastdecode.drafting import DraftOptions, DraftPlan
+from fastdecode.loading import load
+from fastdecode.prompts import SHIPPED, read_prompts
+from fastdecode.request import Result
+from fastdecode.sampling import SamplingOptions
+from fastdecode.tokenizer import load_tokenizer
+from fastdecode.tree_options import parse_tree
+from models.checkpoint import find_checkpoint, read_config
+
+
+class Acceptance:
+    """One run. Drafts and trees are checked before weights are read; raises InputError."""
+
+    def __init__(self, args: argparse.Namespace, load_options: dict[str, Any]):
+        self.args, self.load_options = args, load_options
+        self.console = Console(stderr=True, highlight=False)
+        lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)
+        self.prompts = [line.text for line in lines[:: max(1, len(lines) // args.limit)]][: args.limit]
+        self.sampling = {t: SamplingOptions(temperature=t, seed=args.seed) for t in args.temperatures}
+        trees = [(tree, parse_tree(tree).chain) for tree in args.trees]
+        path = find_checkpoint(args.model)
+        config, tokenizer = read_config(path), load_tokenizer(path)
+        self.plans: list[tuple[str, str, DraftPlan]] = []
+        for draft in args.drafts:
+            plan = DraftOptions.parse(draft, "chain:1", args.draft_rope_theta, args.quantize).plan(
+                config, tokenizer, path
+            )
+            self.plans += [
+                (draft, tree, plan.with_tree(tree)) for tree, chain in trees if chain or plan.head is not None
+            ]
+
+    def run(self) -> tuple[dict[str, Any], str]:
+        """Measure. Returns the JSON object and a table for people."""
+        with self.console.status(escape(f"Loading {self.args.model} …")) as status:
+            decoder = load(**{**self.load_options, "draft": "none"})
+            encoded = [decoder.encode(prompt) for prompt in self.prompts]
+            rows = []
+            plain = {}
+            for t in self.sampling:
+                status.update(f"Plain decoding at temperature {t} …")
+                plain[t] = self._answers(decoder, t)
+            for draft, tree, plan in self.plans:
+                for noise in self.args.noise if plan.head is not None else ("none",):
+                    sampled_only = noise != self.args.noise[0] and plan.head is not None
+                    temperatures = [t for t in self.sampling if float(t) > 0 or not sampled_only]
+                    if not temperatures or (noise == "ranks" and plan.options.tree.chain):  # a chain has no scores
+                        continue
+                    drafted = decoder.with_drafter(plan, noise=noise)
+                    for t in temperatures:
+                        status.update(escape(f"{draft}, {tree}, temperature {t} …"))
+                        found = self._answers(drafted, t)
+                        same = comparison(decoder, plain[t], found, encoded, self.sampling[t].plain_greedy)
+                        rows.append(_row(draft, tree, t, noise, found) | same)
+                    del drafted
+                    gc.collect()  # what a decoder compiled refers to it in circles
+        device = decoder.model.norm.weight.device
+        facts = {"machine": machine(device, None), "model": self.args.model, "weights": weights_name(decoder.model)}
+        report = {**facts, "prompts": len(self.prompts), "new_tokens": self.args.max_new_tokens, "rows": rows}
+        return report, as_table(report)
+
+    def _answers(self, decoder, temperature: str) -> list[Result]:
+        return decoder.generate(
+            self.prompts, max_new_tokens=self.args.max_new_tokens, temperature=temperature, seed=self.args.seed
+        )
+
+
+def _row(draft: str, tree: str, temperature: str, noise: str, found: list[Result]) -> dict[str, Any]:
+    return {
+        "draft": draft,
+        "tree": tree,
+        "temperature": float(temperature),
+        "noise": noise if float(temperature) > 0 else None,
+        "tau": tau_of(found),
+        "accept_by_depth": accept_by_depth(found),
+    }
+
+
+def as_table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    table = Table(box=ASCII2)
+    for name in ("draft", "tree", "T", "noise", "tau", "same", "rounds that accepted more than 0, 1, 2 ... drafts"):
+        table.add_column(name, justify="right" if name in ("T", "tau", "same") else "left", no_wrap=name != "draft")
+    for row in report["rows"]:
+        shares = " ".join(f"{share:.2f}" for share in row["accept_by_depth"])
+        same = f"{row['matched']}/{report['prompts']}"
+        cells = (row["draft"], row["tree"], f"{row['temperature']:g}", row["noise"] or "-", f"{row['tau']:.2f}", same)
+        table.add_row(*cells, shares)
+    out = io.StringIO()
+    Console(file=out, width=140).print(table)
+    return out.getvalue().rstrip()
