@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastdecode.batch_sizes import BatchSizes
 from fastdecode.detokenizer import StopStrings, TextStream
 from fastdecode.drafters import Drafter, cache_rows_for
 from fastdecode.drafters.root import RootOnly
@@ -65,6 +66,7 @@ class Decoder:
         self.state = TextState(batch, max_seq_len, rows, self.stop_ids, device)
         vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)
         self.runner = Runner(Round(model, self.cache, self.state, drafter, vocab_size), compile, program_folder)
+        self.sizes = BatchSizes(self.runner, batch)
         self.prefill = Prefill(model, self.cache, drafter)
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]  # tokens whose keys and values are in each slot
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for
@@ -178,7 +180,7 @@ class Decoder:
         if self.busy:
             raise RuntimeError("This Decoder is in the middle of another text; finish or close that one first.")
         self.busy = True
-        program = _program(options)
+        program, size = _program(options), self.batch
         waiting = deque(range(len(prompts)))
         slots: list[Request | None] = [None] * self.batch
         launched: deque[list[Request | None]] = deque()  # who was in which slot, for each round in flight
@@ -193,13 +195,21 @@ class Decoder:
                         request = Request(i, row, prompts[i], encoded[i], stream, options.seed + row)
                         self._start(slot, request, options, max_new_tokens, keep_prefix)
                         slots[slot] = request
+                if not waiting and (smaller := self._smaller(program, slots, size)) < size:
+                    while (report := self.sizes.runner(size).oldest()) is not None:
+                        yield from self._read(report, launched.popleft(), slots)
+                    size = smaller
+                    if any(slots):
+                        self._gather(program, slots, size)
+                    continue
                 known = max(r.length for r in slots if r)
-                launched.append(list(slots))
-                report = self.runner.step(program, self.runner.bucket_for(known))
+                launched.append(slots[:size])
+                runner = self.sizes.runner(size)
+                report = runner.step(program, runner.bucket_for(known))
                 if report is not None:
                     yield from self._read(report, launched.popleft(), slots)
         finally:
-            while self.runner.oldest() is not None:
+            while self.sizes.runner(size).oldest() is not None:
                 pass
             for slot, request in enumerate(slots):
                 if request is not None:  # the caller went away in mid-answer
@@ -217,6 +227,23 @@ class Decoder:
             self.prefill.run(slot, ids, reusable)
         limit = min(len(ids) + max_new_tokens, self.max_seq_len)
         self.state.start(slot, ids, limit, options, request.row)
+
+    def _smaller(self, program: str, slots: list[Request | None], size: int) -> int:
+        """The size to go on with when nothing waits: some slots may have run empty."""
+        texts = [(slot, request) for slot, request in enumerate(slots) if request is not None]
+        left = max(int(self.state.limit[slot]) - request.length for slot, request in texts)
+        return self.sizes.best(program, len(texts), size, left)
+
+    def _gather(self, program: str, slots: list[Request | None], size: int) -> None:
+        """Move what lies in slots from `size` on to empty ones below, and make the smaller program ready."""
+        empty = deque(slot for slot in range(size) if slots[slot] is None)
+        for source in range(size, self.batch):
+            if slots[source] is not None:
+                target = empty.popleft()
+                self.sizes.move(source, target)
+                slots[target], slots[source] = slots[source], None
+                self.cached_ids[source] = []
+        self.sizes.runner(size).warm_up(program)
 
     def _read(self, report, occupants, slots) -> Iterator[Piece]:
         """Hand a round's tokens to the requests that were in the slots when it was launched."""

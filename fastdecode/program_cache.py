@@ -67,14 +67,19 @@ def compile_or_load(method: Program, example: torch.Tensor, folder: Path) -> Pro
 
     A file that cannot be used (damaged, from elsewhere) is replaced. The folder may be shared by several processes.
     """
-    module, name = method.__self__, method.__name__
-    file = folder / program_key(module, name, example)
+    module = method.__self__
+    file = stored_file(method, example, folder)
     program = _load(file)
     if program is None:
         compiled = torch.compile(method, fullgraph=True, dynamic=False, options={"guard_filter_fn": _no_guards})
         program = compiled.aot_compile(((example,), {}))
         _store(program, file)
     return lambda argument: program(module, argument)
+
+
+def stored_file(method: Program, example: torch.Tensor, folder: Path) -> Path:
+    """Where in `folder` the compiled form of `method` is, or would be."""
+    return folder / program_key(method.__self__, method.__name__, example)
 
 
 def available() -> bool:

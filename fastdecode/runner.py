@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastdecode.program_cache import available, compile_or_load
+from fastdecode.program_cache import available, compile_or_load, stored_file
 from fastdecode.round import Round
 from models import attention, native
 
@@ -99,6 +99,7 @@ class Runner:
             for rows in self.cache_rows.values():
                 torch._dynamo.mark_dynamic(rows, 0)
         self.programs = {"greedy": round_.greedy, "sampled": round_.sampled}
+        self.compile, self.warm = compile, set()  # programs that are ready to run
         # Programs are stored where that has been tried: on the CPU.
         self.program_folder = program_folder if compile and not self.on_cuda and available() else None
         if compile and self.program_folder is None:
@@ -128,6 +129,17 @@ class Runner:
         for size in self.buckets if self.captures else self.buckets[:1]:
             self._run(program, size)
         state.done.copy_(done)
+        self.warm.add(program)
+
+    def readiness(self, program: str) -> str:
+        """"ready" when `program` would run at once, "stored" when it lies on the disk, "missing" when it would have to
+        be compiled."""
+        if not self.compile or program in self.warm:
+            return "ready"
+        if self.program_folder is None:
+            return "missing"
+        stored = stored_file(self.programs[program], self.cache_rows[self.buckets[0]], self.program_folder)
+        return "stored" if stored.is_file() else "missing"
 
     def step(self, program: str, bucket: int) -> Report | None:
         """Run one round. Returns the report of the round `lag` rounds ago, or None if there was none."""

@@ -48,6 +48,21 @@ class TextState(nn.Module):
         """Commit nothing more in `slot`."""
         self.done[slot] = True
 
+    def first(self, n: int) -> "TextState":
+        """The same memory, seen as the state of the first `n` texts."""
+        view = TextState.__new__(TextState)
+        nn.Module.__init__(view)
+        view.batch, view.max_seq_len = n, self.max_seq_len
+        for name, buffer in self.named_buffers():
+            view.register_buffer(name, buffer if name == "stop_ids" else buffer[:n], persistent=False)
+        view.sampling = SamplingState(*(values[:n] for values in self.sampling))
+        return view
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Make text `target` go on where text `source` stands."""
+        for values in (self.tokens, self.length, self.prompt_length, self.limit, self.done, *self.sampling):
+            values[target] = values[source]
+
     def committed(self) -> Tensor:
         """`[B, columns]` bool: which columns of `tokens` hold committed tokens."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.length[:, None]

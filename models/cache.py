@@ -62,12 +62,21 @@ class KVCache(nn.Module):
 
     def slot(self, b: int) -> "KVCache":
         """The same memory, seen as the cache of sequence `b` alone (batch 1): prefill fills one sequence at a time."""
+        return self.slots(b, b + 1)
+
+    def slots(self, start: int, stop: int) -> "KVCache":
+        """The same memory, seen as the cache of sequences `start` to `stop` - 1."""
         view = KVCache.__new__(KVCache)
         nn.Module.__init__(view)
         view.n_layers, view.rows, view.quantized, view.parts = self.n_layers, self.rows, self.quantized, self.parts
         for name, buffer in self.named_buffers():
-            view.register_buffer(name, buffer[b : b + 1], persistent=False)
+            view.register_buffer(name, buffer[start:stop], persistent=False)
         return view
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Make sequence `target`'s keys and values those of sequence `source`."""
+        for buffer in self.buffers():
+            buffer[target] = buffer[source]
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

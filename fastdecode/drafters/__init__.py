@@ -1,8 +1,9 @@
 """Drafters: what proposes the tokens that the target then checks."""
 
-from typing import NamedTuple, Protocol
+import copy
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdecode.sampling import SamplingContext
 from fastdecode.tree import DraftTree
@@ -14,6 +15,18 @@ ROW_MULTIPLE = 64  # cache rows are rounded up to this, so that every bucket is 
 def cache_rows_for(max_seq_len: int, n_nodes: int) -> int:
     """Rows of a cache for texts of `max_seq_len` tokens and trees of `n_nodes`, the bin included."""
     return -(-(max_seq_len + n_nodes) // ROW_MULTIPLE) * ROW_MULTIPLE + 1
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_parts(module: M, **parts: Any) -> M:
+    """A second `module` that shares everything with the first but `parts`: submodules and buffers by their names."""
+    other = copy.copy(module)
+    other._modules, other._buffers = dict(module._modules), dict(module._buffers)
+    for name, part in parts.items():
+        setattr(other, name, part)
+    return other
 
 
 class Text(Protocol):
@@ -60,6 +73,12 @@ class Drafter(Protocol):
 
     def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
         """After each chunk of the prompt of text `slot`: the target's states there, `[1, C, h]` each."""
+
+    def first(self, n: int) -> "Drafter":
+        """The same drafter and the same memory, for the first `n` texts of the batch alone."""
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Make what is kept of text `target` that of text `source`."""
 
     def reusable(self, common: int, length: int) -> int:
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fastdecode.drafters import Chunk, Text
+from fastdecode.drafters import Chunk, Text, with_parts
 from fastdecode.sampling import SamplingContext
 from fastdecode.tree import Candidates, DraftTree, plant
 from fastdecode.tree_options import TreeBuilder
@@ -35,9 +35,9 @@ class EagleState(nn.Module):
         self.register_buffer("pending", pending, persistent=False)
         self.register_buffer("filled", filled, persistent=False)
 
-    def slot(self, b: int) -> "EagleState":
-        """The same memory, seen as the state of sequence `b` alone."""
-        return EagleState(self.cache.slot(b), self.pending[b : b + 1], self.filled[b : b + 1])
+    def slots(self, start: int, stop: int) -> "EagleState":
+        """The same memory, seen as the state of sequences `start` to `stop` - 1."""
+        return EagleState(self.cache.slots(start, stop), self.pending[start:stop], self.filled[start:stop])
 
 
 class EagleDrafter(nn.Module):
@@ -115,7 +115,7 @@ class EagleDrafter(nn.Module):
         `hidden`: the target's states of the chunk, `[1, C, h]` each. Of its pairs the first `n_pairs` are run; the
         prompt's last one stays pending.
         """
-        state = self.state.slot(slot)
+        state = self.state.slots(slot, slot + 1)
         features = self.head.fuse(hidden)
         offsets = torch.arange(chunk.next_ids.shape[1], device=chunk.next_ids.device)[None]
         positions = self._positions(chunk.start + offsets)
@@ -124,6 +124,16 @@ class EagleDrafter(nn.Module):
         last = (chunk.n_real - 1).expand(1, 1)
         state.pending[:, :1] = _take(features, last).to(state.pending.dtype)
         state.filled.copy_((chunk.start + chunk.n_pairs).expand(1))
+
+    def first(self, n: int) -> "EagleDrafter":
+        """The same head and memory, for the first `n` texts."""
+        return with_parts(self, state=self.state.slots(0, n))
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Make what is kept of text `target` that of text `source`."""
+        self.state.cache.copy_slot(source, target)
+        for values in (self.state.pending, self.state.filled):
+            values[target] = values[source]
 
     def reusable(self, common: int, length: int) -> int:
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`.

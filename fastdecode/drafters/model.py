@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode import sampling
-from fastdecode.drafters import Chunk, Text
+from fastdecode.drafters import Chunk, Text, with_parts
 from fastdecode.sampling import SamplingContext
 from fastdecode.tree import DraftTree, chain_of
 from models.transformer import Hidden, Transformer
@@ -62,6 +62,15 @@ class ModelDrafter(nn.Module):
         mask = chunk.cache_rows <= positions[:, :, None]
         at = positions.clamp_max(self.model.cos.shape[0] - 1)
         self.model(chunk.token_ids, at, rows, mask, chunk.cache_rows[None], cache)
+
+    def first(self, n: int) -> "ModelDrafter":
+        """The same model and memory, for the first `n` texts."""
+        return with_parts(self, cache=self.cache.slots(0, n), missing=self.missing[:n])
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Make the cache of text `target` that of text `source`."""
+        self.cache.copy_slot(source, target)
+        self.missing[target] = self.missing[source]
 
     def reusable(self, common: int, length: int) -> int:
         """How many tokens of a cached text of `length` need no prefill for a prompt that shares the first `common`."""

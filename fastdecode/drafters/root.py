@@ -28,6 +28,13 @@ class RootOnly(nn.Module):
     def prefill(self, slot: int, hidden: Hidden, chunk: Chunk) -> None:
         """Nothing is filled."""
 
+    def first(self, n: int) -> "RootOnly":
+        """Itself, which keeps nothing of any text."""
+        return self
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Nothing is copied."""
+
     def reusable(self, common: int, length: int) -> int:
         """All that is shared."""
         return common
