@@ -38,6 +38,11 @@ class BatchSizes:
                     return smaller
         return size
 
+    def warm_up(self, program: str) -> None:
+        """Make `program` ready for every size, however long the compiler takes."""
+        for size in self.sizes:
+            self.runner(size).warm_up(program)
+
     def move(self, source: int, target: int) -> None:
         """Let slot `target` go on with the text of slot `source`, which is then stopped."""
         part = self.whole.round

@@ -172,6 +172,8 @@ class Benchmark:
     def _warmed_up(self, decoder: Decoder, draft: Draft | None = None) -> Program:
         """A decoder that has compiled, and its times to first token."""
         with self.console.status("Warming up …"):
+            if self.args.batch > 1:
+                decoder.warm_up_sizes(SamplingOptions(**self.sampling))
             self._answer(decoder, self.prompts[:1], 0, max_new_tokens=WARM_UP_TOKENS)
         with self.console.status("Time to first token …"):
             return Program(decoder, self._first_tokens(decoder), [], draft)

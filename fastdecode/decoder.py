@@ -118,6 +118,10 @@ class Decoder:
             self.runner.warm_up(program)
             self.compile_seconds[program] = time.perf_counter() - started
 
+    def warm_up_sizes(self, options: SamplingOptions) -> None:
+        """Compile what these options need for smaller batches: minutes once, and then a batch can always shrink."""
+        self.sizes.warm_up(_program(options))
+
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> Result | list[Result]:
         """Decode one prompt to a Result, or a list of prompts to a list of Results in the same order.
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Session:
     def answer_all(self) -> None:
         """Answer every prompt, in input order, streaming the first one that is not finished."""
         results: list[Result] = []
+        started = time.perf_counter()
         for spans, result in in_order(self._run(self.prompts), len(self.prompts)):
             if not self.args.json:
                 self.write(spans)
@@ -81,7 +83,7 @@ class Session:
             sys.stdout.flush()
             if result is not None:
                 results.append(result)
-        self._report(results)
+        self._report(results, time.perf_counter() - started)
 
     def chat(self) -> None:
         """A conversation: each line of stdin is a turn; the cache keeps what the turns have in common."""
@@ -196,8 +198,9 @@ class Session:
         if tree == "auto":
             self.decoder = decoder.with_drafter(plan.with_tree(choice.tree))
 
-    def _report(self, results: list[Result]) -> None:
-        """One line: prompt, first token, rate, memory, and how near the rate comes to the memory's ceiling."""
+    def _report(self, results: list[Result], seconds: float = 0.0) -> None:
+        """One line: prompt, first token, rate, memory, and how near the rate comes to the memory's ceiling. `seconds`:
+        what all the answers took, prompts included; 0 where that is of no interest."""
         stats = [r.stats for r in results]
         rates = [s["decode_tokens_per_s"] for s in stats if s["decode_tokens_per_s"]]
         if self.profile is not None:
@@ -211,6 +214,9 @@ class Session:
         if rates:
             rate = sum(rates) / len(rates)
             parts.append(f"decode {rate:.1f} tokens/s")
+            if self.decoder.batch > 1 and len(results) > 1 and seconds:
+                together = sum(s["new_tokens"] for s in stats) / seconds
+                parts[-1] += f" a text, {together:.1f} together with their prompts"
             tau = sum(s["tau"] for s in stats) / len(stats)
         if rates and self.decoder.runner.round.drafter.max_depth:
             parts.append(f"{tau:.2f} tokens per round, {rate / tau:.1f} rounds/s")

@@ -116,7 +116,9 @@ def test_prompts_come_from_files_and_stdin_in_order_whatever_the_batch(run, tmp_
         assert [(r["prompt"], r["token_ids"]) for r in json_lines(out)] == [
             (r["prompt"], r["token_ids"]) for r in expected
         ]
-    text = run("--prompts", str(lines), "--batch", "3")[1]
+    assert "together" not in run("--prompts", str(lines))[2]
+    _, text, figures = run("--prompts", str(lines), "--batch", "3")
+    assert re.search(r"[\d.]+ together with their prompts", " ".join(figures.split()))
     assert text == "\n\n".join(r["text"] for r in expected) + "\n"
 
 
