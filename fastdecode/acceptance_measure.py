@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from checkpoints.checkpoint import find_checkpoint, read_config
 from fastdecode.benchmark_report import machine
 from fastdecode.benchmark_rows import accept_by_depth, comparison, tau_of, weights_name
 from fastdecode.drafting import DraftOptions, DraftPlan
@@ -19,7 +20,6 @@ from fastdecode.request import Result
 from fastdecode.sampling import SamplingOptions
 from fastdecode.tokenizer import load_tokenizer
 from fastdecode.tree_options import parse_tree
-from models.checkpoint import find_checkpoint, read_config
 
 
 class Acceptance:

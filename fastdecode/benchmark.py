@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoints.download import DEMO_NAME
 from fastdecode.options import Parser, add_model_options, add_sampling_options, run_command, whole_number
 from fastdecode.startup import add_threads_option
-from models.download import DEMO_NAME
 from models.errors import InputError
 
 DESCRIPTION = """\

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoints.checkpoint import read_config
 from fastdecode.benchmark_rows import first_difference, mean_length, median_of, rate_fields, ratio
 from fastdecode.decoder import Decoder
 from fastdecode.request import Result
-from models.checkpoint import read_config
 from models.transformer import Transformer
 from quantize.linear import QuantizedLinear
 from quantize.network import load_network

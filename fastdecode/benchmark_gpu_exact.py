@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from checkpoints.download import DEMO, cache_folder
 from fastdecode.benchmark_gpu_models import KnownDrafter, Sizes, TextLoop, prompt_ids, random_network
 from fastdecode.benchmark_gpu_rounds import PRECISIONS, replays_without_sync
 from fastdecode.drafters.ngram import NgramDrafter
@@ -14,7 +15,6 @@ from fastdecode.drafters.root import RootOnly
 from fastdecode.loading import load
 from fastdecode.prompts import SHIPPED, read_prompts
 from models.config import ModelConfig
-from models.download import DEMO, cache_folder
 from models.transformer import Transformer
 
 Entry = tuple[str, Callable[[], dict[str, Any]]]

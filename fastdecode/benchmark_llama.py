@@ -9,10 +9,10 @@ from pathlib import Path
 import llama_cpp
 import torch
 
+from checkpoints.checkpoint import open_tensors
 from fastdecode.benchmark_peers import PeerAnswer
 from fastdecode.benchmark_rows import margin
 from fastdecode.memory import cache_bytes_per_token
-from models.checkpoint import open_tensors
 from models.errors import InputError
 from models.transformer import Transformer
 

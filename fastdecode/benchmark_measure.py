@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from checkpoints.checkpoint import find_checkpoint, read_config
 from fastdecode.benchmark_against import WARM_UP_TOKENS, contender_row, contenders
 from fastdecode.benchmark_context import CONTEXTS, context_rates
 from fastdecode.benchmark_report import Row, as_report, machine
@@ -30,7 +31,6 @@ from fastdecode.startup import measure_startup, set_threads
 from fastdecode.tokenizer import load_tokenizer
 from fastdecode.tuner import PLAIN, best
 from fastdecode.tuning_report import as_table, choice_for
-from models.checkpoint import find_checkpoint, read_config
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3

@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from checkpoints.fuse import slots
 from fastdecode.benchmark_report import SHORT_DTYPE
 from fastdecode.drafters.root import RootOnly
 from fastdecode.memory import bytes_per_round
 from models.errors import InputError
-from models.fuse import slots
 from models.transformer import Transformer
 
 LOOKUP_TOKENS = 10  # drafted at a time at most: what the library's documentation suggests

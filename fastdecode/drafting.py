@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from checkpoints.checkpoint import find_checkpoint, read_config
+from checkpoints.head_checkpoint import holds_head, read_head_config
 from fastdecode.drafters import Drafter, cache_rows_for
 from fastdecode.drafters.eagle import EagleDrafter, Noise
 from fastdecode.drafters.model import ModelDrafter
@@ -11,10 +13,8 @@ from fastdecode.drafters.root import RootOnly
 from fastdecode.shipped_heads import find_shipped_head, shipped_heads
 from fastdecode.tokenizer import Tokenizer, load_tokenizer
 from fastdecode.tree_options import TreeBuilder, chain, parse_tree
-from models.checkpoint import find_checkpoint, read_config
 from models.config import ModelConfig
 from models.errors import InputError
-from models.head_checkpoint import holds_head, read_head_config
 from models.head_config import HeadConfig
 from models.transformer import Transformer
 from quantize.network import has_quantized_matrices, load_draft_head

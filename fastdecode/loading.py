@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from checkpoints.checkpoint import find_checkpoint, read_config, read_generation_config
 from fastdecode.chat import read_chat_template
 from fastdecode.decoder import Decoder
 from fastdecode.drafting import DEFAULT_TREE, DraftOptions, DraftPlan
@@ -16,7 +17,6 @@ from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
 from fastdecode.tree_choice import choice_key, read_choice
 from fastdecode.tuner import PLAIN
-from models.checkpoint import find_checkpoint, read_config, read_generation_config
 from models.config import ModelConfig
 from models.errors import InputError
 from quantize.on_the_fly import BITS, load_as

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from checkpoints.checkpoint import open_tensors
 from models.cache import SCALE_DTYPE
-from models.checkpoint import open_tensors
 from models.config import ModelConfig
 from models.transformer import Transformer
 from quantize.importers import GGUF_TYPES

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from checkpoints.fingerprint import target_fingerprint
+from checkpoints.head_checkpoint import read_head_config
 from models.config import ModelConfig
-from models.fingerprint import target_fingerprint
-from models.head_checkpoint import read_head_config
 from models.head_config import HeadConfig
 
 

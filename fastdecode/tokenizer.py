@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from checkpoints.gguf import read_gguf
 from fastdecode.chat import ChatTemplate
 from fastdecode.detokenizer import Detokenizer
 from fastdecode.gguf_vocab import (
@@ -26,7 +27,6 @@ from fastdecode.gguf_vocab import (
 )
 from fastdecode.vocabulary import Backend, SentencePieceBackend, TokenizersBackend
 from models.errors import InputError
-from models.gguf import read_gguf
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 PLACEHOLDER = "\u2402"  # a message whose place in a template is wanted

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from checkpoints.fingerprint import target_fingerprint
 from fastdecode.drafting import DraftPlan
 from fastdecode.memory import cpu_name
 from fastdecode.tree_options import parse_tree
 from fastdecode.tuner import PLAIN, Expectation
 from models.errors import InputError
-from models.fingerprint import target_fingerprint
 from models.transformer import Transformer
 from quantize.linear import QuantizedLinear
 

@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace, options: "Options") -> None:
     """Quantize what was asked for, and print the report."""
+    from checkpoints.checkpoint import find_checkpoint
     from fastdecode.tokenizer import load_tokenizer
-    from models.checkpoint import find_checkpoint
     from quantize.pipeline import quantize_checkpoint
     from quantize.plan import check_skip, plan_head, plan_model
 
@@ -184,8 +184,8 @@ def evaluate(path: Path, out: Path, plan: "Plan", ids: list[int]) -> None:
 
 def gguf_tokenizer(path: Path) -> dict[str, bytes]:
     """The vocabulary of a GGUF file as the files of a folder, by name. Raises InputError where it has none."""
+    from checkpoints.gguf import read_gguf
     from fastdecode.gguf_vocab import CONTROL, USER_DEFINED, build_byte_level_bpe, build_sentencepiece, gguf_vocab
-    from models.gguf import read_gguf
 
     vocab = gguf_vocab(read_gguf(path).metadata, path)
     ids = {

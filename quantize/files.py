@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.fuse import StoredTensor, float_decoder
 from models.errors import InputError
-from models.fuse import StoredTensor, float_decoder
 from quantize.storage import GROUP_SIZES, Quantized
 
 FORMAT, VERSION = "fastdecode", 1

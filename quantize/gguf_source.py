@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from checkpoints.gguf import read_gguf
+from checkpoints.gguf_config import gguf_config, hf_fields
 from models.config import FAMILIES, ModelConfig, RopeConfig
 from models.errors import InputError
-from models.gguf import read_gguf
-from models.gguf_config import gguf_config, hf_fields
 from models.rope import inverse_frequencies
 
 LLAMA3_LENGTH = 8192  # what Llama 3's models were trained on before their context was stretched

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from checkpoints.fuse import CHUNK, StoredTensor
 from models.errors import InputError
-from models.fuse import CHUNK, StoredTensor
 from quantize.import_parts import narrow
 from quantize.storage import Quantized, pack_nibbles
 

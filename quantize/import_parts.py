@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.checkpoint import FLOATS
+from checkpoints.checkpoint import FLOATS
+from checkpoints.fuse import StoredTensor, float_decoder
 from models.errors import InputError
-from models.fuse import StoredTensor, float_decoder
 from quantize.storage import GROUP_SIZES, Quantized, pack_nibbles, unpack_nibbles
 
 WORDS = {"I32": torch.int32}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from checkpoints.fuse import StoredTensor
 from models.errors import InputError
-from models.fuse import StoredTensor
 from quantize.import_gguf import GGUF_TYPES, read_gguf_matrix
 from quantize.import_parts import Imported, Parts
 from quantize.import_words import AWQ_PARTS, COMPRESSED_PARTS, GPTQ_PARTS, read_awq, read_compressed, read_gptq

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import fill_parameters, open_tensors
+from checkpoints.checkpoint import fill_parameters, open_tensors
+from checkpoints.fuse import StoredTensor, slots
+from checkpoints.head_checkpoint import load_head, renamed_tensors, tensors_of
 from models.config import ModelConfig
 from models.eagle import DraftHead
 from models.errors import InputError
-from models.fuse import StoredTensor, slots
-from models.head_checkpoint import load_head, renamed_tensors, tensors_of
 from models.head_config import HeadConfig
 from models.layers import Experts, Linear
 from models.transformer import Transformer
@@ -105,9 +105,9 @@ def load_network(
 
 
 def load_draft_head(folder: Path, config: HeadConfig, target: Transformer, bits: int | None = None) -> DraftHead:
-    """`models.head_checkpoint.load_head`, of a head whose matrices `python -m quantize` wrote in 4 or 8 bits as well:
-    those are kept so where the target's device has an operator for them. Floats are quantized to `bits` there, unless
-    that is None."""
+    """`checkpoints.head_checkpoint.load_head`, of a head whose matrices `python -m quantize` wrote in 4 or 8 bits as
+    well: those are kept so where the target's device has an operator for them. Floats are quantized to `bits` there,
+    unless that is None."""
     if config.layer.quantization is None:
         head = load_head(folder, config, target)
         available = bits is not None and operators_available(target.norm.weight.device)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint import open_tensors, read_config
+from checkpoints.checkpoint import open_tensors, read_config
+from checkpoints.download import cache_folder
 from models.config import ModelConfig
-from models.download import cache_folder
 from models.errors import InputError
 from models.transformer import Transformer
 from quantize.files import stored_quantization

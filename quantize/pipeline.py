@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import set_parameters
+from checkpoints.checkpoint import set_parameters
 from models.layers import DecoderLayer
 from quantize.calibration import LayerwiseCalibration
 from quantize.files import quantization_config

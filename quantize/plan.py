@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.checkpoint import FLOATS, open_tensors, read_config
-from models.config import ModelConfig
-from models.eagle import Eagle3Head, EagleHead
-from models.errors import InputError
-from models.fuse import Slot, StoredTensor, match, slots
-from models.head_checkpoint import (
+from checkpoints.checkpoint import FLOATS, open_tensors, read_config
+from checkpoints.fuse import Slot, StoredTensor, match, slots
+from checkpoints.head_checkpoint import (
     BORROWED,
     PickledTensor,
     drafted_ids,
@@ -24,6 +21,9 @@ from models.head_checkpoint import (
     read_head_config,
     tensor_values,
 )
+from models.config import ModelConfig
+from models.eagle import Eagle3Head, EagleHead
+from models.errors import InputError
 from models.transformer import Transformer
 from quantize.gguf_source import hf_config
 from quantize.methods import METHODS

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.checkpoint import read_config
+from checkpoints.checkpoint import read_config
 from models.config import ModelConfig
 from models.errors import InputError
 from quantize.network import load_network

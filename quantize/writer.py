@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.download import folder_lock
+from checkpoints.download import folder_lock
 from models.errors import InputError
 from quantize.files import FORMAT, VERSION, is_ours
 from quantize.storage import Quantized

@@ -19,7 +19,7 @@ def threads(request):
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """The demo model's GGUF file, fetched once into the user's cache folder."""
-    from models.download import demo_model
+    from checkpoints.download import demo_model
 
     return demo_model()
 

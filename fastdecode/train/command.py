@@ -13,6 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.checkpoint import find_checkpoint, read_config
+from checkpoints.fingerprint import target_fingerprint
 from fastdecode.loading import choose_device, choose_dtype, load
 from fastdecode.train.checkpoint import STATE
 from fastdecode.train.curves import draw
@@ -25,10 +27,8 @@ from fastdecode.train.output import write_head
 from fastdecode.train.parallel import Group, join_group, leave_group, local_device
 from fastdecode.train.progress import data_bar, training_bar
 from fastdecode.train.store import Conversation, ConversationStore
-from models.checkpoint import find_checkpoint, read_config
 from models.eagle import DraftHead
 from models.errors import InputError
-from models.fingerprint import target_fingerprint
 from models.transformer import Transformer
 from quantize.network import load_network
 

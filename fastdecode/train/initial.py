@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from checkpoints.head_checkpoint import load_head, read_head_config
 from fastdecode.train.options import TrainOptions
 from models.config import ModelConfig
 from models.eagle import DraftHead, Eagle3Head, EagleHead, TiedHead
 from models.errors import InputError
-from models.head_checkpoint import load_head, read_head_config
 from models.head_config import HeadConfig
 from models.layers import Linear
 from models.transformer import Transformer

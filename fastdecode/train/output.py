@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints.fuse import slots
 from models.config import ModelConfig, RopeConfig
 from models.eagle import DraftHead
 from models.errors import InputError
-from models.fuse import slots
 from models.head_config import HeadConfig
 from quantize.writer import new_files, write_text
 

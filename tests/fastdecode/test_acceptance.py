@@ -9,10 +9,10 @@ import pytest
 from eagle_fixtures import random_head
 from tiny_checkpoint import tiny_checkpoint
 
+from checkpoints.checkpoint import read_config
 from fastdecode import acceptance
 from fastdecode.options import run_command
 from fastdecode.train.output import write_head
-from models.checkpoint import read_config
 
 EAGER = ("--dtype", "float32", "--device", "cpu", "--no-compile", "--max-seq-len", "300")
 

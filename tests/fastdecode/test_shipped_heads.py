@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from test_decoder import forget_stop_tokens, text_of
 from tiny_checkpoint import tiny_checkpoint
 
+from checkpoints.checkpoint import read_config
+from checkpoints.fingerprint import target_fingerprint
 from fastdecode import load
 from fastdecode.drafting import DraftOptions
 from fastdecode.options import run_command
 from fastdecode.shipped_heads import find_shipped_head, shipped_heads
 from fastdecode.tokenizer import load_tokenizer
 from fastdecode.train.output import write_head
-from models.checkpoint import read_config
 from models.errors import InputError
-from models.fingerprint import target_fingerprint
 from models.layers import Linear
 from quantize.__main__ import main as quantize_main
 from quantize.linear import QuantizedLinear

@@ -12,13 +12,13 @@ from rich.console import Console
 from tiny_checkpoint import tiny_checkpoint
 
 import generate
+from checkpoints.checkpoint import read_config
 from fastdecode import benchmark, load, loading, sweep, tree_choice, tuning, tuning_report
 from fastdecode.options import run_command
 from fastdecode.train.output import write_head
 from fastdecode.tree_choice import Choice, choice_key, read_choice, store_choice
 from fastdecode.tuner import CHAINS, PLAIN, TREES, Acceptance, Costs, Expectation, expect
 from fastdecode.tuning import Effort, RecordedTree, Timed, choose_tree, comb, known_choice, trees_to_choose_from
-from models.checkpoint import read_config
 from quantize.__main__ import main as quantize_main
 
 QUICK = Effort(prompts=2, new_tokens=12, seconds=0.01)

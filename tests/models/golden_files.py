@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints.head_checkpoint import load_head, read_head_config
 from models.config import ModelConfig
-from models.head_checkpoint import load_head, read_head_config
 from models.transformer import Hidden, Transformer
 
 TESTS = Path(__file__).resolve().parents[1]

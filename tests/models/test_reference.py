@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import FAMILIES, old_spelling, reference_model, save_checkpoint
 
-from models.checkpoint import load_weights, read_config
+from checkpoints.checkpoint import load_weights, read_config
 from models.transformer import Transformer
 
 TOLERANCE = 1e-4  # of the logits' scale, in fp32

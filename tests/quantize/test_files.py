@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 from tiny import reference_model, save_checkpoint
 
-from models.checkpoint import open_folder
+from checkpoints.checkpoint import open_folder
 from models.errors import InputError
 from quantize import pipeline, writer
 from quantize.files import quantization_config, read_quantized, stored_quantization

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from tiny import reference_model, save_checkpoint
 
-from models.checkpoint import load_weights, read_config
+from checkpoints.checkpoint import load_weights, read_config
 from models.errors import InputError
 from models.layers import SparseExperts
 from models.transformer import Transformer

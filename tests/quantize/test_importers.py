@@ -25,9 +25,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from models.checkpoint import open_tensors
+from checkpoints.checkpoint import open_tensors
+from checkpoints.gguf import read_gguf
 from models.errors import InputError
-from models.gguf import read_gguf
 from quantize import import_gguf
 from quantize.importers import Imported, read_gguf_matrix, read_matrix, read_quantization, split_tensors
 

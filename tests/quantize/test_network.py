@@ -13,12 +13,12 @@ from test_decoder import text_of
 from test_script import carried, head_and_target
 from tiny_checkpoint import tiny_checkpoint
 
+from checkpoints.head_checkpoint import read_head_config
 from fastdecode import load
 from fastdecode.drafters.ngram import NgramDrafter
 from fastdecode.loading import read_config
 from fastdecode.options import run_command
 from models.errors import InputError
-from models.head_checkpoint import read_head_config
 from models.layers import Experts, Linear
 from quantize import cpu, kernels
 from quantize.__main__ import main as quantize_main

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import reference_model, save_checkpoint
 
-from models.checkpoint import load_weights, read_config
+from checkpoints.checkpoint import load_weights, read_config
 from models.errors import InputError
 from models.transformer import Transformer
 from quantize import perplexity as module

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from tiny import save_checkpoint
 from tiny_checkpoint import tiny_checkpoint
 
+from checkpoints.checkpoint import open_folder, read_config
 from fastdecode.loading import load as load_decoder
 from fastdecode.options import run_command
 from fastdecode.tokenizer import load_tokenizer
-from models.checkpoint import open_folder, read_config
 from models.config import ModelConfig
 from quantize import __main__ as script
 from quantize.calibration import LayerwiseCalibration

@@ -6,14 +6,14 @@ import json
 import pytest
 from tiny_checkpoint import tiny_checkpoint
 
+from checkpoints.checkpoint import read_config
+from checkpoints.fingerprint import target_fingerprint
 from fastdecode.loading import load
 from fastdecode.options import run_command
 from fastdecode.train.__main__ import main
 from fastdecode.train.batches import split
 from fastdecode.train.data import DataOptions, answer_file
 from fastdecode.train.store import ConversationStore
-from models.checkpoint import read_config
-from models.fingerprint import target_fingerprint
 
 WORDS = ["one", "two", "three", "four"]
 LENGTH = 40

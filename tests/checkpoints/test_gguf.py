@@ -12,11 +12,11 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from models import fuse
-from models.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
+from checkpoints import fuse
+from checkpoints.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
+from checkpoints.gguf import read_gguf
 from models.config import ModelConfig
 from models.errors import InputError
-from models.gguf import read_gguf
 from models.transformer import Transformer
 
 N_LAYERS, N_HEADS, N_KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 2, 3, 1, 8, 32, 64, 40

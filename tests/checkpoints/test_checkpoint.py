@@ -14,8 +14,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models import checkpoint, fuse
-from models.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
+from checkpoints import checkpoint, fuse
+from checkpoints.checkpoint import find_checkpoint, load_weights, read_config, read_generation_config
 from models.config import ModelConfig
 from models.errors import InputError
 from models.transformer import Transformer
@@ -411,7 +411,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from models.checkpoint import load_weights, read_config
+from checkpoints.checkpoint import load_weights, read_config
 from models.transformer import Transformer
 
 def memory(field):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint import open_tensors
+from checkpoints.checkpoint import open_tensors
 from models.config import ModelConfig
 from models.errors import InputError
 

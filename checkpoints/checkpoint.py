@@ -17,12 +17,12 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from checkpoints.download import DEMO_NAME, demo_model
+from checkpoints.fuse import StoredTensor, float_decoder, match
+from checkpoints.gguf import read_gguf
+from checkpoints.gguf_config import gguf_config, gguf_tensors
 from models.config import ModelConfig
-from models.download import DEMO_NAME, demo_model
 from models.errors import InputError
-from models.fuse import StoredTensor, float_decoder, match
-from models.gguf import read_gguf
-from models.gguf_config import gguf_config, gguf_tensors
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 WANTED = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "*.safetensors"]

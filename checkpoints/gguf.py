@@ -18,8 +18,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC,
 from gguf.quants import dequantize
 from torch import Tensor
 
+from checkpoints.fuse import StoredTensor, float_decoder
 from models.errors import InputError
-from models.fuse import StoredTensor, float_decoder
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")

@@ -18,10 +18,10 @@ from golden_files import (
 )
 from tiny import FAMILIES, reference_model, save_checkpoint
 
-from models.checkpoint import read_config
+from checkpoints.checkpoint import read_config
+from checkpoints.head_checkpoint import holds_head, read_head_config
 from models.eagle import Eagle3Head, EagleHead
 from models.errors import InputError
-from models.head_checkpoint import holds_head, read_head_config
 from models.head_config import HeadConfig
 
 TOLERANCE = 1e-5

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from models.checkpoint import open_folder, set_parameters
+from checkpoints.checkpoint import open_folder, set_parameters
+from checkpoints.fuse import StoredTensor, match
 from models.eagle import DraftHead, Eagle3Head, EagleHead, TiedHead
 from models.errors import InputError
-from models.fuse import StoredTensor, match
 from models.head_config import HeadConfig
 from models.layers import Linear
 from models.transformer import Transformer

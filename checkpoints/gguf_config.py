@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from checkpoints.fuse import StoredTensor
+from checkpoints.gguf import GGUFFile
 from models.config import ModelConfig
 from models.errors import InputError
-from models.fuse import StoredTensor
-from models.gguf import GGUFFile
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}  # architecture -> model_type
 
