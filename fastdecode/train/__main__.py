@@ -45,6 +45,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--conversations", type=whole_number, metavar="N", help="how many (default: 20000, or all of FILE)")
     add("--batch", type=whole_number, default=16, metavar="N", help="texts decoded at a time while answers are made "
         "(default: 16)")
+    add("--answer-tokens", type=whole_number, default=256, metavar="N", help=(
+        "tokens of an answer at most (default: 256)"))
+    add("--greedy-share", type=number, default=0.6, metavar="X", help=(
+        "share of the answers that are greedy, in groups; the others are sampled (default: 0.6)"))
+    add("--answer-temperature", type=number, default=0.7, metavar="T", help="of sampled answers (default: 0.7)")
+    add("--keep-answers", action="store_true", help=(
+        "keep the answers of FILE, though another model may have said them"))
+    add("--also", nargs="+", default=[], metavar="DIR", help=(
+        "train on the conversations of other runs for this target as well: their OUT/training/data"))
     add("--max-length", type=whole_number, default=2048, metavar="N", help=(
         "tokens of a conversation; what follows is cut off (default: 2048)"))
     add("--eval-share", type=number, default=0.02, metavar="X", help=(

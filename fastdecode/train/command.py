@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> None:
     try:
         store = conversations(args, path, folder / "data", group, note)
         target = load_network(path, config, device, dtype, quantized=False, note=note).requires_grad_(False)
-        chosen = store.conversations[: args.conversations]
+        chosen = [*store.conversations[: args.conversations], *others(args.also, store.fingerprint)]
         head, extra = first_head(target, init, chosen, options, note)
         kept = kept_features(args, head, target, store.fingerprint, chosen, folder / "features", group, note)
         ce_ids = frequent_ids(target, chosen, options)
@@ -91,12 +91,43 @@ def options_of(args: argparse.Namespace, autocast: bool = True) -> TrainOptions:
     )  # fmt: skip
     if args.conversations is not None and args.conversations < 2:
         raise InputError(f"--conversations should be 2 or more, found {args.conversations}.")
+    data_options(args)
     if args.batch < 1:
         raise InputError(f"--batch should be 1 or more, found {args.batch}.")
     if args.keep_features not in (None, "auto"):
         positive(args.keep_features)
     given: dict[str, Any] = {name: getattr(args, name) for name in names}
     return TrainOptions(**given, autocast=autocast, feature_layers=feature_layers_from(args.layers))
+
+
+def data_options(args: argparse.Namespace) -> DataOptions:
+    """How answers are made, checked."""
+    if args.answer_tokens < 1:
+        raise InputError(f"--answer-tokens should be 1 or more, found {args.answer_tokens}.")
+    if not 0 <= args.greedy_share <= 1:
+        raise InputError(f"--greedy-share should be from 0 to 1, found {args.greedy_share}.")
+    if not 0 < args.answer_temperature < 100:
+        raise InputError(f"--answer-temperature should be above 0, found {args.answer_temperature}.")
+    if args.keep_answers and args.data == "self":
+        raise InputError("--keep-answers is for the answers of a file; give --data FILE.")
+    return DataOptions(
+        answer_tokens=args.answer_tokens,
+        greedy_share=args.greedy_share,
+        temperature=args.answer_temperature,
+        seed=args.seed,
+        keep_answers=args.keep_answers,
+    )
+
+
+def others(folders: list[str], fingerprint: str) -> list[Conversation]:
+    """The conversations of other runs, as --also names them."""
+    found: list[Conversation] = []
+    for folder in map(Path, folders):
+        stored = ConversationStore(folder, fingerprint).conversations if folder.is_dir() else []
+        if not stored:
+            raise InputError(f"--also {folder}: holds no conversations; give the training/data of another run.")
+        found += stored
+    return found
 
 
 def check_out(out: Path, folder: Path, resume: bool) -> None:
@@ -130,7 +161,7 @@ def make_data(
     wanted = args.conversations or (CONVERSATIONS if own else None)
     if wanted is not None and len(store) >= wanted:
         return
-    options = DataOptions(seed=args.seed)
+    options = data_options(args)
     decoder = load(
         args.target,
         draft="none",

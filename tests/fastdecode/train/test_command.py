@@ -89,6 +89,10 @@ BAD = {
     "--layers 2,7": "--layers should be different, ascending layers from 1 to 2",
     "--keep-features lots": "--keep-features should be a number of GB",
     "--init nowhere/at/all": "nowhere/at/all",
+    "--answer-tokens 0": "--answer-tokens should be 1 or more",
+    "--greedy-share 1.5": "--greedy-share should be from 0 to 1",
+    "--answer-temperature 0": "--answer-temperature should be above 0",
+    "--keep-answers": "--keep-answers is for the answers of a file",
     "--data nowhere.jsonl --conversations 99": "cannot be read",
 }
 
@@ -99,6 +103,27 @@ def test_bad_input_is_one_sentence(target, tmp_path, capsys, options):
     assert run_command(main, command) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("error: ") and BAD[options] in said
+
+
+def test_answers_are_made_as_asked_and_other_runs_data_is_trained_on_too(target, data, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "head"
+    answered = [{"from": "human", "value": "Say five."}, {"from": "gpt", "value": "five it is"}]
+    prompts.write_text(json.dumps({"conversations": answered}) + "\n" + json.dumps({"prompt": "Say six."}) + "\n")
+    fixed = ["--target", str(target), "--device", "cpu", "--no-autocast", "--draft-vocab", "50", "--ttt-steps", "1"]
+    fixed += ["--data", str(prompts), "--epochs", "1", "--max-length", "256"]
+    options = ["--answer-tokens", "7", "--greedy-share", "0", "--answer-temperature", "1.3", "--also", str(data)]
+    assert run_command(main, [*fixed, "-o", str(out), *options]) == 0
+    fingerprint = target_fingerprint(target, read_config(target))
+    made = ConversationStore(out / "training" / "data", fingerprint)
+    assert len(made) == 2 and all(0 < c.answer.sum() <= 8 for c in made)
+    assert f"{len(WORDS) + 1} conversations to train on" in " ".join(capsys.readouterr().err.split())
+
+    assert run_command(main, [*fixed, "-o", str(tmp_path / "kept"), "--keep-answers", "--also", str(data)]) == 0
+    kept = ConversationStore(tmp_path / "kept" / "training" / "data", fingerprint)
+    decoder = load(str(target), draft="none", compile=False, dtype="float32", device="cpu", max_seq_len=256)
+    assert len(kept) == 1 and decoder.tokenizer.decode(kept[0].token_ids[kept[0].answer].tolist()).strip() == "five it is"
+    assert run_command(main, [*fixed, "-o", str(tmp_path / "none"), "--also", str(tmp_path)]) == 2
+    assert "holds no conversations" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_not_begun_again_by_accident_and_can_be_made_longer(target, data, tmp_path, capsys):
