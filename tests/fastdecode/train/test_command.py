@@ -121,7 +121,8 @@ def test_answers_are_made_as_asked_and_other_runs_data_is_trained_on_too(target,
     assert run_command(main, [*fixed, "-o", str(tmp_path / "kept"), "--keep-answers", "--also", str(data)]) == 0
     kept = ConversationStore(tmp_path / "kept" / "training" / "data", fingerprint)
     decoder = load(str(target), draft="none", compile=False, dtype="float32", device="cpu", max_seq_len=256)
-    assert len(kept) == 1 and decoder.tokenizer.decode(kept[0].token_ids[kept[0].answer].tolist()).strip() == "five it is"
+    assert len(kept) == 1
+    assert decoder.tokenizer.decode(kept[0].token_ids[kept[0].answer].tolist()).strip() == "five it is"
     assert run_command(main, [*fixed, "-o", str(tmp_path / "none"), "--also", str(tmp_path)]) == 2
     assert "holds no conversations" in capsys.readouterr().err
 
