@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-WORDS = ("the", "sky", "is", "blue", "because", "light", "of", "short", "waves", "scatters", "more", "than", "red", "one")
+WORDS = ("the", "sky", "is", "blue", "light", "of", "short", "waves", "scatters", "more", "than", "red", "one")
 LIMIT = 320
 DRAFTS = {"none": "auto", "ngram": "chain:4", "head": "chain:3"}  # and their trees
 
