@@ -25,6 +25,7 @@ from fastdecode.benchmark_report import as_report, as_text, machine, write_atomi
 from fastdecode.loading import choose_device
 from fastdecode.memory import measure_bandwidth
 from models.errors import InputError
+from models.json_text import parse_json
 
 Entry = tuple[str, Callable[[], dict[str, Any]]]
 PARTS: Mapping[str, Callable[[torch.device, Sizes], Iterator[Entry]]] = {
@@ -58,7 +59,7 @@ def start_report(device: torch.device, output: Path | None) -> dict[str, Any]:
     if output is None or not output.is_file():
         return {**as_report(here, None, []), "parts": {}}
     try:
-        known = json.loads(output.read_text(encoding="utf-8"))
+        known = parse_json(output.read_text(encoding="utf-8"))
         theirs = {key: known["machine"][key] for key in ("device", "torch")}
         dict(known["parts"])
     except (OSError, ValueError, KeyError, TypeError) as error:

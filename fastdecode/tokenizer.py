@@ -5,7 +5,6 @@ is added here is what a checkpoint says beside its vocabulary: which tokens begi
 added, and the chat template.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +26,7 @@ from fastdecode.gguf_vocab import (
 from fastdecode.vocabulary import Backend, SentencePieceBackend, TokenizersBackend
 from models.errors import InputError
 from models.gguf import read_gguf
+from models.json_text import parse_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 PLACEHOLDER = "\u2402"  # a message whose place in a template is wanted
@@ -259,7 +259,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -17,6 +17,7 @@ from fastdecode.tree_options import parse_tree
 from fastdecode.tuner import PLAIN, Expectation
 from models.errors import InputError
 from models.fingerprint import target_fingerprint
+from models.json_text import parse_json
 from models.transformer import Transformer
 from quantize.linear import QuantizedLinear
 
@@ -52,7 +53,7 @@ def choice_key(plan: DraftPlan, model: Transformer, batch: int, int8_cache: bool
 def read_choice(folder: Path, key: Mapping[str, Any]) -> Choice | None:
     """The choice that was stored for exactly `key`; None where there is none, or the file is damaged."""
     try:
-        stored = json.loads(_file(folder, key).read_text(encoding="utf-8"))
+        stored = parse_json(_file(folder, key).read_text(encoding="utf-8"))
         if stored["key"] != key:
             return None
         rows = tuple(Expectation(str(t), int(n), *map(float, times)) for t, n, *times in stored["rows"])
@@ -63,7 +64,7 @@ def read_choice(folder: Path, key: Mapping[str, Any]) -> Choice | None:
         if not sound or tree not in [row.tree for row in rows]:
             return None
         return Choice(tree, rows)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError, InputError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, InputError):
         return None
 
 

@@ -23,6 +23,7 @@ from models.errors import InputError
 from models.fuse import StoredTensor, float_decoder, match
 from models.gguf import read_gguf
 from models.gguf_config import gguf_config, gguf_tensors
+from models.json_text import parse_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 WANTED = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "*.safetensors"]
@@ -104,8 +105,8 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
     if not isinstance(value, dict):
         raise InputError(f"{file}: expected a JSON object, found {type(value).__name__}.")

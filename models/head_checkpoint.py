@@ -5,7 +5,6 @@ pytorch_model.bin, which is read as tensors and nothing else (`weights_only`). N
 (`midlayer.*`) and of vLLM speculators (`layers.0.*`) mean the same parameters.
 """
 
-import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from models.eagle import DraftHead, Eagle3Head, EagleHead, TiedHead
 from models.errors import InputError
 from models.fuse import StoredTensor, match
 from models.head_config import HeadConfig
+from models.json_text import parse_json
 from models.layers import Linear
 from models.transformer import Transformer
 
@@ -70,8 +70,8 @@ def read_head_config(folder: Path) -> HeadConfig:
     if not file.is_file():
         raise InputError(f"{folder}: has no config.json; give the folder of a draft head.")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
     return HeadConfig.from_json(config, str(file))
 

@@ -4,7 +4,6 @@ Each source of matrices (a GGUF file, the portable form, GPTQ, AWQ, compressed-t
 and packed for the device.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from models.errors import InputError
 from models.fuse import StoredTensor, slots
 from models.head_checkpoint import load_head, renamed_tensors, tensors_of
 from models.head_config import HeadConfig
+from models.json_text import parse_json
 from models.layers import Experts, Linear
 from models.transformer import Transformer
 from quantize.experts import QuantizedExperts, QuantizedStack
@@ -174,7 +174,7 @@ def quantized_matrices(
             yield Matrix(name, source.shape, lambda source=source: Imported(source.read(), None))
     elif config.quantization is not None:
         file = path / "config.json"
-        scheme = read_quantization(json.loads(file.read_text(encoding="utf-8")), str(file))
+        scheme = read_quantization(parse_json(file.read_text(encoding="utf-8")), str(file))
         layers, rest = split_tensors(stored, scheme)
         stored.clear()
         stored.update(rest)

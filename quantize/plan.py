@@ -1,6 +1,5 @@
 """What becomes of each tensor of a checkpoint, decided and checked from headers before any work."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -24,6 +23,7 @@ from models.head_checkpoint import (
     read_head_config,
     tensor_values,
 )
+from models.json_text import parse_json
 from models.transformer import Transformer
 from quantize.gguf_source import hf_config
 from quantize.methods import METHODS
@@ -183,10 +183,10 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder that is not quantized yet."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{folder}: has no config.json; give a folder in the Hugging Face layout.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
     if not isinstance(config, dict):
         raise InputError(f"{file}: expected a JSON object, found {type(config).__name__}.")

@@ -17,6 +17,7 @@ import numpy as np
 from fastdecode.decoder import Decoder
 from fastdecode.train.store import Conversation, ConversationStore
 from models.errors import InputError
+from models.json_text import parse_json
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 GROUP = 8  # prompts per slot of the decoder that are made before anything is saved
@@ -119,8 +120,8 @@ def read_conversations(file: Path) -> Iterator[Messages]:
 
 def _messages(line: str, where: str) -> Messages:
     try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record: Any = parse_json(line)
+    except ValueError as error:
         raise InputError(f"{where}: is not valid JSON ({error}).") from None
     record = record if isinstance(record, dict) else {}
     found: list[tuple[Any, Any]] = []

@@ -22,6 +22,7 @@ from fastdecode.train.checkpoint import write_atomically
 from fastdecode.train.features import Batch, target_choices, target_states
 from fastdecode.train.parallel import Group
 from models.errors import InputError
+from models.json_text import parse_json
 from models.transformer import Hidden, Transformer
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class KeptFeatures:
 
 def _stored_key(folder: Path) -> dict[str, Any]:
     try:
-        stored = json.loads((folder / "key.json").read_text(encoding="utf-8"))
+        stored = parse_json((folder / "key.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}
