@@ -4,9 +4,10 @@ import json
 
 import pytest
 from hypothesis import given
-from mutations import documents, inputs, tally, texts_of  # noqa: F401 - a fixture
+from mutations import as_text, documents, inputs, nested, tally, texts_of  # noqa: F401 - a fixture
 
 from models.checkpoint import read_config
+from models.errors import InputError
 from models.head_checkpoint import read_head_config
 from models.head_config import HeadConfig
 from models.rope import inverse_frequencies
@@ -102,3 +103,11 @@ def test_what_a_config_says_of_its_quantization(tmp_path, tally, method):  # noq
         tally.check(read)
 
     run()
+
+
+def test_values_nested_to_any_depth(tmp_path):
+    """Python's stack ends somewhere: while reading, while checking, while showing the value in a message, or never."""
+    for depth in (*range(1, 120), *range(120, 1100, 7), 10_000):
+        (tmp_path / "config.json").write_text(as_text(LLAMA | {"hidden_size": nested(depth, 1)}))
+        with pytest.raises(InputError, match="hidden_size should be" if depth < 99 else "too deep"):
+            read_config(tmp_path)
