@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 
-from fastdecode.template_sandbox import BoundedEnvironment, within_limits
+from fastdecode.template_sandbox import BoundedEnvironment, bounded_filter, within_limits
 from models.errors import InputError
 
 # Vicuna v1.1 (FastChat): plain text, one space after a question, the end-of-text token after an answer.
@@ -70,7 +70,7 @@ class ChatTemplate:
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = bounded_filter(_tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:

@@ -37,7 +37,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self.filters = {name: _bounded_filter(function) for name, function in self.filters.items()}
+        self.filters = {name: bounded_filter(function) for name, function in self.filters.items()}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See Jinja's. Raises OverLimit."""
@@ -75,7 +75,9 @@ def within_limits(function: Callable[[], Result]) -> Result:
         sys.settrace(before)
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that raises OverLimit for numbers that are too large; the value that it is put to is not looked at."""
+
     @functools.wraps(function)  # with the marks by which Jinja knows what to pass
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_numbers((*args[1:], *kwargs.values()))

@@ -148,6 +148,8 @@ def load_tokenizer(
     if path.is_dir():
         try:
             return _from_folder(path, chat_template)
+        except OSError as error:
+            raise InputError(f"{path}: the tokenizer's files cannot be read ({error.strerror or error}).") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, InputError):
                 raise

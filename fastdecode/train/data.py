@@ -130,9 +130,12 @@ def _messages(line: str, where: str) -> Messages:
     elif isinstance(record.get("prompt"), str):
         found = [("user", record["prompt"])]
     else:
-        for turn in record.get("conversations") or record.get("messages") or []:
+        turns = record.get("conversations") or record.get("messages")
+        for turn in turns if isinstance(turns, list) else []:
             turn = turn if isinstance(turn, dict) else {}
-            found.append((ROLES.get(turn.get("from", turn.get("role"))), turn.get("value", turn.get("content"))))
+            role = turn.get("from", turn.get("role"))
+            role = ROLES.get(role) if isinstance(role, str) else None
+            found.append((role, turn.get("value", turn.get("content"))))
     if not found or any(role is None or not isinstance(text, str) for role, text in found):
         raise InputError(
             f'{where}: expected {{"turns": [text, ...]}}, {{"prompt": text}} or '

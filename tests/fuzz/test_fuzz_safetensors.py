@@ -9,20 +9,19 @@ from eagle_fixtures import random_head
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import as_text, damaged, documents, inputs, tally, texts_of  # noqa: F401 - a fixture
-from safetensors.torch import save_file
 from tiny import reference_model, save_checkpoint
+from tokenizer_fixtures import byte_level_folder
 
 from fastdecode.options import run_command
-from fastdecode.tokenizer import load_tokenizer
+from fastdecode.train.output import write_head
 from models.checkpoint import read_config
 from models.head_checkpoint import holds_head, load_head, read_head_config
 from models.transformer import Transformer
 from quantize.__main__ import main as quantize_main
 from quantize.network import load_network
-from tokenizer_fixtures import byte_level_folder
 
 CPU = torch.device("cpu")
-SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 430}
 
 
@@ -37,28 +36,14 @@ def model(tmp_path_factory):
 def quantized(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantized") / "out"
     assert run_command(quantize_main, [str(model), "-o", str(folder), "--method", "rtn"]) == 0
-    load_tokenizer(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     folder = tmp_path_factory.mktemp("head")
-    head = random_head("eagle3", 430, 32, 50)
-    layer = {**json.loads(CONFIG), "draft_vocab_size": 50, "eagle_aux_hidden_state_layer_ids": [0]}
-    (folder / "config.json").write_text(json.dumps(layer))
-    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    print(sorted(tensors))
-    d2t = head.drafted - torch.arange(50)
-    save_file({**tensors, "d2t": d2t}, folder / "model.safetensors")
+    write_head(random_head("eagle3", 430, 32, 50), folder, "speculators")
     return folder
-
-
-CONFIG = json.dumps({
-    "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 430, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-})  # fmt: skip
 
 
 def split(file):
