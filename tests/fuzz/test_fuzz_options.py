@@ -15,16 +15,31 @@ from fastdecode.options import run_command
 VALUES = st.one_of(
     st.sampled_from((
         "0", "1", "-1", "2", "64", "65", "1.5", "-0.0", "1e400", "nan", "inf", "1e-320", "9" * 30, "9" * 5000, "0x10",
-        "", " ", "auto", "none", "cpu", "cuda:0", "cuda:\u0663", "int8", "int4", "float32", "ngram", "chain:3", "chain:0",
+        "", " ", "auto", "none", "cpu", "cuda:0", "cuda:\u0663", "int8", "int4", "float32", "ngram", "chain:3",
+        "chain:0",
         "static", "static:", "static:/", "static:/dev/null", "dynamic:1,2,3", "dynamic:63,1024,1024", "vicuna", "{{",
         "{{ messages }}", "/", "/dev/null", "/nowhere", "x/y/z", "model", "same", "als", "gptq", "rtn", "eagle1",
         "speculators", "1,2,3", "1,x", "3,2", "self", "--", "\u0661", "é", "\udcff", "[/red]",
     )),
-    st.integers(-(2**70), 2**70).map(str), st.floats().map(str), st.text(st.characters(exclude_characters="\0"), max_size=5),
+    st.integers(-(2**70), 2**70).map(str), st.floats().map(str),
+    st.text(st.characters(exclude_characters="\0"), max_size=5),
 )  # fmt: skip
-GENERATE = ["--chat-template", "--dtype", "--quantize", "--device", "--max-seq-len", "--kv-cache", "--draft", "--tree", "--draft-rope-theta", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--seed", "--max-new-tokens", "--stop", "--batch", "--system", "--prompts", "--json=", "--raw=", "--chat=", "--show-draft=", "--explain=", "--nothing"]
-QUANTIZE = ["--bits", "--group-size", "--lm-head", "--skip", "--method", "--calibration", "--evaluate", "--draft", "-o", "--nothing"]
-TRAIN = ["--kind", "--layout", "--init", "--resume=", "--data", "--conversations", "--batch", "--max-length", "--eval-share", "--keep-features", "--draft-vocab", "--layers", "--fc-norm=", "--norm-output=", "--epochs", "--hours", "--save-minutes", "--ttt-steps", "--lr", "--warmup", "--batch-tokens", "--accumulate", "--eval-steps", "--seed", "--device", "--dtype", "--no-autocast="]
+GENERATE = [
+    "--chat-template", "--dtype", "--quantize", "--device", "--max-seq-len", "--kv-cache", "--draft", "--tree",
+    "--draft-rope-theta", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
+    "--presence-penalty", "--seed", "--max-new-tokens", "--stop", "--batch", "--system", "--prompts", "--json=",
+    "--raw=", "--chat=", "--show-draft=", "--explain=", "--nothing",
+]  # fmt: skip
+QUANTIZE = [
+    "--bits", "--group-size", "--lm-head", "--skip", "--method", "--calibration", "--evaluate", "--draft", "-o",
+    "--nothing",
+]  # fmt: skip
+TRAIN = [
+    "--kind", "--layout", "--init", "--resume=", "--data", "--conversations", "--batch", "--max-length",
+    "--eval-share", "--keep-features", "--draft-vocab", "--layers", "--fc-norm=", "--norm-output=", "--epochs",
+    "--hours", "--save-minutes", "--ttt-steps", "--lr", "--warmup", "--batch-tokens", "--accumulate",
+    "--eval-steps", "--seed", "--device", "--dtype", "--no-autocast=",
+]  # fmt: skip
 BENCHMARK = [*GENERATE, *["--limit", "--against", "--suite", "--part", "--startup=", "--output", "--plot", "--threads"]]
 COMMANDS = {  # module, options, and arguments that end it before anything heavy: a model that is not there
     "generate": ("generate", GENERATE, ["hi", "--model", "/nowhere/model"]),

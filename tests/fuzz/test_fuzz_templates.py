@@ -14,12 +14,13 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
 PARTS = (
     "{% for m in messages %}", "{% endfor %}", "{{ m['content'] }}", "{{ messages[0].role }}", "{% if loop.first %}",
     "{% endif %}", "{% else %}", "{% break %}", "{% set x = namespace(y=[]) %}", "{% set x.y = x.y + [x.y] %}",
-    "{{ x.y|length }}", "{% macro f(a) %}", "{% endmacro %}", "{{ f(f) }}", 
+    "{{ x.y|length }}", "{% macro f(a) %}", "{% endmacro %}", "{{ f(f) }}",
     "{{ raise_exception('no') }}",
     "{{ strftime_now('%Y') }}", "{{ messages|tojson(indent=4) }}", "{{ 1 / 0 }}", "{{ 'a' * 3 ** 2 }}", "{{ -",
     "{% generation %}", "{% endgeneration %}", "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}",
     "{{ eos_token }}",
-    "{% include 'x' %}", "{% extends 'x' %}", "{{ range(9)|batch(2)|list }}", "{{ none.x }}", "{{ a.b.c }}", "{# ", "#}",
+    "{% include 'x' %}", "{% extends 'x' %}", "{{ range(9)|batch(2)|list }}", "{{ none.x }}", "{{ a.b.c }}", "{# ",
+    "#}",
     "{% filter upper %}", "{% endfilter %}", "{{ lipsum(n=2) }}", "{{ cycler(1).next() }}", "{{ '%d' % 'x' }}",
     "{% block a %}", "{% endblock %}", "{{ self.a() }}", "{% call f() %}", "{% endcall %}", "{{ caller() }}",
 )  # fmt: skip
