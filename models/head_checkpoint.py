@@ -248,6 +248,6 @@ def _unpickle(file: Path) -> Stored:
     if not isinstance(values, Mapping) or not all(
         isinstance(name, str) and _is_plain(value) for name, value in values.items()
     ):
-        raise InputError(f"{file}: should hold names and plain tensors, and nothing else.")
+        raise InputError(f"{file}: should hold names and tensors, none sparse or quantized.")
     found = {name.removeprefix("model."): PickledTensor(file, name, value) for name, value in values.items()}
     return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
