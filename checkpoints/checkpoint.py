@@ -21,6 +21,7 @@ from checkpoints.download import DEMO_NAME, demo_model
 from checkpoints.fuse import StoredTensor, float_decoder, match
 from checkpoints.gguf import read_gguf
 from checkpoints.gguf_config import gguf_config, gguf_tensors
+from checkpoints.json_text import parse_json
 from models.config import ModelConfig
 from models.errors import InputError
 
@@ -104,8 +105,8 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
     if not isinstance(value, dict):
         raise InputError(f"{file}: expected a JSON object, found {type(value).__name__}.")

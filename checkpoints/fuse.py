@@ -157,7 +157,6 @@ def match(
     be read, a part given twice, and a parameter of which something is missing.
     """
     places = slots(parameters, config)
-    covered = {n: torch.zeros(p.shape[: max(1, p.dim() - 1)], dtype=torch.bool) for n, p in parameters.items()}
     pairs = []
     for name, tensor in stored.items():
         slot = places.get(name)
@@ -177,12 +176,18 @@ def match(
                 f"{tensor.path}: tensor {tensor.name} is stored as {tensor.dtype}, which cannot be read; give a "
                 "checkpoint in F32, F16 or BF16, or a GGUF file in a plain, Q or K format."
             )
+        pairs.append((tensor, slot))
+    # Only now, and only for what the files have: a config alone may ask for any amount of memory.
+    covered: dict[str, Tensor] = {}
+    for tensor, slot in pairs:
+        parameter = parameters[slot.parameter]
+        if slot.parameter not in covered:
+            covered[slot.parameter] = torch.zeros(parameter.shape[: max(1, parameter.dim() - 1)], dtype=torch.bool)
         rows = covered[slot.parameter][slot.index]
         if rows.any():
             raise InputError(f"{tensor.path}: tensor {tensor.name} is given twice, under two spellings.")
         rows.fill_(True)
-        pairs.append((tensor, slot))
-    missing = [n for n, s in places.items() if not covered[s.parameter][s.index].all()]
+    missing = [n for n, s in places.items() if s.parameter not in covered or not covered[s.parameter][s.index].all()]
     if missing:
         hint = ", unless its config sets tie_word_embeddings" if missing[0] == "lm_head.weight" else ""
         raise InputError(f"{source}: tensor {missing[0]} is missing, and the model needs it{hint}.")

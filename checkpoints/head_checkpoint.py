@@ -5,12 +5,12 @@ pytorch_model.bin, which is read as tensors and nothing else (`weights_only`). N
 (`midlayer.*`) and of vLLM speculators (`layers.0.*`) mean the same parameters.
 """
 
-import json
 import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from checkpoints.checkpoint import open_folder, set_parameters
 from checkpoints.fuse import StoredTensor, match
+from checkpoints.json_text import parse_json
 from models.eagle import DraftHead, Eagle3Head, EagleHead, TiedHead
 from models.errors import InputError
 from models.head_config import HeadConfig
@@ -70,8 +71,8 @@ def read_head_config(folder: Path) -> HeadConfig:
     if not file.is_file():
         raise InputError(f"{folder}: has no config.json; give the folder of a draft head.")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
     return HeadConfig.from_json(config, str(file))
 
@@ -225,6 +226,12 @@ def renamed_tensors(found: Stored, config: HeadConfig, folder: Path) -> Stored:
     return renamed
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether this is a tensor with numbers that can be copied: not sparse, quantized or without memory."""
+    is_strided = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    return is_strided and not value.is_quantized
+
+
 def _unpickle(file: Path) -> Stored:
     """Tensors of a pickle; anything else in it is refused before it could run."""
     try:
@@ -236,11 +243,11 @@ def _unpickle(file: Path) -> Stored:
         raise InputError(
             f"{file}: holds more than tensors, or is damaged, and is not opened; give a head in safetensors."
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+    except Exception as error:  # of a damaged file: whatever the unpickler stumbles over
         raise InputError(f"{file}: cannot be read as tensors ({type(error).__name__}); fetch it again.") from error
     if not isinstance(values, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()
+        isinstance(name, str) and _is_plain(value) for name, value in values.items()
     ):
-        raise InputError(f"{file}: should hold names and tensors, and nothing else.")
+        raise InputError(f"{file}: should hold names and tensors, none sparse or quantized.")
     found = {name.removeprefix("model."): PickledTensor(file, name, value) for name, value in values.items()}
     return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}

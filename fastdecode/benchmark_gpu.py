@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from checkpoints.json_text import parse_json
 from fastdecode.benchmark_gpu_exact import exact_entries
 from fastdecode.benchmark_gpu_kernels import kernel_entries
 from fastdecode.benchmark_gpu_models import Sizes
@@ -58,7 +59,7 @@ def start_report(device: torch.device, output: Path | None) -> dict[str, Any]:
     if output is None or not output.is_file():
         return {**as_report(here, None, []), "parts": {}}
     try:
-        known = json.loads(output.read_text(encoding="utf-8"))
+        known = parse_json(output.read_text(encoding="utf-8"))
         theirs = {key: known["machine"][key] for key in ("device", "torch")}
         dict(known["parts"])
     except (OSError, ValueError, KeyError, TypeError) as error:

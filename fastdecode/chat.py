@@ -1,7 +1,8 @@
 """Chat templates: from messages to the text that a model was trained to answer.
 
-A template is a Jinja text that the checkpoint brings along, so it is a stranger's code and runs in a sandbox. The
-names and filters that it may use are those of Hugging Face's convention (`apply_chat_template`).
+A template is a Jinja text that the checkpoint brings along, so it is a stranger's code and runs in a sandbox, with a
+limit on its time (template_sandbox.py). The names and filters that it may use are those of Hugging Face's convention
+(`apply_chat_template`).
 """
 
 import datetime
@@ -12,8 +13,8 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fastdecode.template_sandbox import BoundedEnvironment, bounded_filter, within_limits
 from models.errors import InputError
 
 # Vicuna v1.1 (FastChat): plain text, one space after a question, the end-of-text token after an answer.
@@ -40,8 +41,13 @@ BUILT_IN_TEMPLATES = {"vicuna": VICUNA}
 
 # What the expressions of a template can raise while it runs; anything else is a fault of ours and should be seen.
 TEMPLATE_FAULTS = (
-    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError,
+    MemoryError, AssertionError,
 )  # fmt: skip
+# And what compiling one can: Jinja makes Python of it, which has limits of its own.
+COMPILER_FAULTS = (*TEMPLATE_FAULTS, SyntaxError)
+
+LONGEST_OVER_MESSAGES = 1_000_000  # characters that a template may add to its messages, ten times repeated
 
 
 class GenerationBlock(Extension):
@@ -57,21 +63,22 @@ class GenerationBlock(Extension):
 class ChatTemplate:
     """A compiled chat template.
 
-    Raises `InputError` where the text is no valid Jinja.
+    Raises `InputError` where the text is no valid Jinja, or takes too long to compile.
     """
 
     def __init__(self, text: str):
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = bounded_filter(_tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
+            self._template = within_limits(lambda: environment.from_string(text))
+        except COMPILER_FAULTS as error:
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise InputError(
-                f"the chat template is not valid Jinja (line {error.lineno}: {_one_line(error.message)}); "
+                f"the chat template is not valid Jinja ({line}{_one_line(error)}); "
                 "give another with --chat-template, or use --raw"
             ) from None
 
@@ -81,19 +88,25 @@ class ChatTemplate:
         """The text of a conversation.
 
         `messages` are `{"role": ..., "content": text}`; `special_tokens` maps names such as `bos_token` to their
-        text. Raises `InputError` for a message that is not of that form and where the template refuses or fails.
+        text. Raises `InputError` for a message that is not of that form, and where the template refuses, fails, or
+        takes too long (5 s) or too much (1 GB, or a text out of proportion).
         """
         check_messages(messages)
+        variables = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            **special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **special_tokens,
-            )
+            text = within_limits(lambda: self._template.render(variables))
         except TEMPLATE_FAULTS as error:
             raise InputError(f"the chat template refused these messages: {_one_line(error)}") from None
+        longest = 10 * sum(len(message["content"]) for message in messages) + LONGEST_OVER_MESSAGES
+        if len(text) > longest:
+            raise InputError(f"the chat template makes {len(text):,} characters of these messages; give another")
+        return text
 
 
 def read_chat_template(name_or_path: str) -> str:
@@ -142,4 +155,5 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _one_line(message) -> str:
-    return " ".join(str(message).split()) or type(message).__name__
+    text = " ".join(str(getattr(message, "message", None) or message)[:300].split())
+    return text or type(message).__name__

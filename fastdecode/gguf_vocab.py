@@ -64,6 +64,16 @@ SPLITTERS = {
     "deepseek-coder": DEEPSEEK_CODER,
     "deepseek-v3": DEEPSEEK3,
 }
+# What the values under `tokenizer.` have to be; of a list's items ITEMS says it.
+FIELDS = {
+    **dict.fromkeys(("model", "pre", "chat_template"), str),
+    **dict.fromkeys(("add_bos_token", "add_space_prefix", "remove_extra_whitespaces"), bool),
+    **dict.fromkeys([f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")], int),
+    **dict.fromkeys(("tokens", "merges"), list[str]),
+    "token_type": list[int],
+    "scores": list[float],
+}
+ITEMS = {list[str]: "text", list[int]: "whole numbers", list[float]: "numbers"}
 # These vocabularies take a whole piece that is a token as it is, even where the merges would not lead to it, and begin
 # with BOS unless the file says otherwise.
 WHOLE_PIECES_AND_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral", "tekken"}
@@ -108,6 +118,10 @@ def gguf_vocab(metadata: Mapping[str, Any], source: Path) -> GgufVocab:
         for name, value in metadata.items()
         if name.startswith("tokenizer.")
     }
+    for name, kind in FIELDS.items():
+        if name in fields and not _is_of(fields[name], kind):
+            expected = f"a list of {ITEMS[kind]}" if kind in ITEMS else kind.__name__
+            raise InputError(f"{source}: tokenizer.ggml.{name} should be {expected}; fetch the file again")
     model, pre = fields.get("model"), fields.get("pre")
     if model not in ("gpt2", "llama"):
         raise InputError(f"{source}: tokenizer.ggml.model is {model!r}, but 'gpt2' or 'llama' is supported")
@@ -125,6 +139,10 @@ def gguf_vocab(metadata: Mapping[str, Any], source: Path) -> GgufVocab:
                 f"{source}: tokenizer.ggml.{name} has {len(fields[name])} entries for {len(tokens)} tokens"
             )
 
+    types = fields.get("token_type") or [NORMAL] * len(tokens)
+    if not 0 <= min(types) <= max(types) <= BYTE:
+        raise InputError(f"{source}: tokenizer.ggml.token_type should hold numbers from 0 to {BYTE}; fetch it again")
+
     def token_id(name: str, default: int | None = None) -> int | None:
         value = fields.get(f"{name}_token_id", default)
         if value is not None and not 0 <= value < len(tokens):
@@ -137,7 +155,7 @@ def gguf_vocab(metadata: Mapping[str, Any], source: Path) -> GgufVocab:
         model=model,
         pre=pre,
         tokens=tokens,
-        types=fields.get("token_type") or [NORMAL] * len(tokens),
+        types=types,
         scores=fields.get("scores"),
         merges=fields.get("merges"),
         bos_token_id=token_id("bos", 1 if llama else None),
@@ -149,6 +167,13 @@ def gguf_vocab(metadata: Mapping[str, Any], source: Path) -> GgufVocab:
         remove_extra_whitespaces=fields.get("remove_extra_whitespaces", False),
         chat_template=fields.get("chat_template"),
     )
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind not in ITEMS:
+        return type(value) is kind  # a flag is no number
+    item = {list[str]: str, list[int]: int, list[float]: (int, float)}[kind]
+    return isinstance(value, list) and all(isinstance(one, item) for one in value)
 
 
 def build_byte_level_bpe(vocab: GgufVocab, source: Path) -> tokenizers.Tokenizer:

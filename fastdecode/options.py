@@ -29,6 +29,15 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, allow_abbrev=False, **kwargs
         )
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        """See argparse's. Raises InputError for `--name=--`, of which argparse makes an empty list."""
+        args = sys.argv[1:] if args is None else list(args)
+        for argument in args[: args.index("--")] if "--" in args else args:
+            name, _, value = argument.partition("=")
+            if name.startswith("--") and value == "--":
+                self.error(f"argument {name}: expected a value, found '--'")
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message[:1].upper()}{message[1:]}; see --help.")
 

@@ -1,10 +1,10 @@
 """Prompts from files and pipes, and the set that the benchmark ships."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from checkpoints.json_text import parse_json
 from models.errors import InputError
 
 SHIPPED = Path(__file__).with_name("prompts.jsonl")
@@ -44,8 +44,8 @@ def parse_prompts(text: str, source: str) -> list[PromptLine]:
 
 def _from_json(line: str, where: str) -> PromptLine:
     try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record: Any = parse_json(line)
+    except ValueError as error:
         raise InputError(f"{where}: is not valid JSON ({error}).") from None
     turns = record.get("turns") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):

@@ -1,10 +1,10 @@
 """The draft heads that ship in models/heads/, and which of them was trained for a given target."""
 
-import json
 from pathlib import Path
 
 from checkpoints.fingerprint import target_fingerprint
 from checkpoints.head_checkpoint import read_head_config
+from checkpoints.json_text import parse_json
 from models.config import ModelConfig
 from models.head_config import HeadConfig
 
@@ -35,8 +35,8 @@ def find_shipped_head(path: Path, target: ModelConfig, heads: Path) -> tuple[Pat
 def _target_of(folder: Path) -> str | None:
     """`target_fingerprint` of a head's config.json; None where there is none to be read."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     mark = config.get("target_fingerprint") if isinstance(config, dict) else None
     return mark if isinstance(mark, str) else None

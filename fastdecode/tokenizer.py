@@ -5,7 +5,6 @@ is added here is what a checkpoint says beside its vocabulary: which tokens begi
 added, and the chat template.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from checkpoints.gguf import read_gguf
+from checkpoints.json_text import parse_json
 from fastdecode.chat import ChatTemplate
 from fastdecode.detokenizer import Detokenizer
 from fastdecode.gguf_vocab import (
@@ -148,6 +148,8 @@ def load_tokenizer(
     if path.is_dir():
         try:
             return _from_folder(path, chat_template)
+        except OSError as error:
+            raise InputError(f"{path}: the tokenizer's files cannot be read ({error.strerror or error}).") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, InputError):
                 raise
@@ -259,7 +261,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -230,11 +230,11 @@ def _checked(paths: Sequence[Sequence[int]]) -> list[Path]:
     if not isinstance(paths, list | tuple) or not 1 <= len(paths) < MAX_NODES:
         raise InputError(f"A tree should be a list of 1 to {MAX_NODES - 1} child-rank paths, such as [[0],[1],[0,0]].")
     for path in paths:
-        ranks_are_whole = isinstance(path, list | tuple) and all(type(rank) is int and rank >= 0 for rank in path)
-        if not ranks_are_whole or not 1 <= len(path) <= MAX_DEPTH:
+        in_range = isinstance(path, list | tuple) and all(type(rank) is int and 0 <= rank < MAX_NODES for rank in path)
+        if not in_range or not 1 <= len(path) <= MAX_DEPTH:
             raise InputError(
                 f"The tree's path {str(path)[:60]} should be a list of 1 to {MAX_DEPTH} child ranks, whole numbers "
-                "from 0; the root is left out."
+                f"from 0 to {MAX_NODES - 1}; the root is left out."
             )
     known: set[Path] = {()}
     for path in sorted((tuple(path) for path in paths), key=lambda path: (len(path), path)):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoints.fingerprint import target_fingerprint
+from checkpoints.json_text import parse_json
 from fastdecode.drafting import DraftPlan
 from fastdecode.memory import cpu_name
 from fastdecode.tree_options import parse_tree
@@ -52,7 +53,7 @@ def choice_key(plan: DraftPlan, model: Transformer, batch: int, int8_cache: bool
 def read_choice(folder: Path, key: Mapping[str, Any]) -> Choice | None:
     """The choice that was stored for exactly `key`; None where there is none, or the file is damaged."""
     try:
-        stored = json.loads(_file(folder, key).read_text(encoding="utf-8"))
+        stored = parse_json(_file(folder, key).read_text(encoding="utf-8"))
         if stored["key"] != key:
             return None
         rows = tuple(Expectation(str(t), int(n), *map(float, times)) for t, n, *times in stored["rows"])
@@ -63,7 +64,7 @@ def read_choice(folder: Path, key: Mapping[str, Any]) -> Choice | None:
         if not sound or tree not in [row.tree for row in rows]:
             return None
         return Choice(tree, rows)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError, InputError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, InputError):
         return None
 
 

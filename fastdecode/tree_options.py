@@ -1,9 +1,9 @@
 """What `--tree` can say: a chain, EAGLE-1's tree, a tree from a file, EAGLE-2's dynamic tree."""
 
-import json
 import re
 from pathlib import Path
 
+from checkpoints.json_text import parse_json
 from fastdecode.tree import DynamicTree, StaticTree
 from models.errors import InputError
 
@@ -52,10 +52,10 @@ def read_paths(file: Path) -> list[list[int]]:
     Raises InputError when the file cannot be read, or naming it when its paths are not a tree.
     """
     try:
-        paths = json.loads(file.read_text(encoding="utf-8"))
+        paths = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"--tree static:{file}: cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"--tree static:{file}: is not JSON ({error}).") from error
     try:
         StaticTree(paths)

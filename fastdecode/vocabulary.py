@@ -107,7 +107,9 @@ class SentencePieceBackend:
         pieces = self._n_pieces = self._first.GetPieceSize()
         special = (i for i in range(pieces) if self._first.IsControl(i) or self._first.IsUnknown(i))
         self._added = {i: AddedToken(self._first.IdToPiece(i), special=True) for i in special} | dict(added)
+        self._added = {i: token for i, token in self._added.items() if token.content}
         self._ids = {token.content: i for i, token in self._added.items()}
+        self._stripped = {token.strip(): i for token, i in self._ids.items()}
         self._pattern = _added_pattern(self._added.values())
         while pieces and self._first.IsUnused(pieces - 1):
             pieces -= 1
@@ -119,7 +121,7 @@ class SentencePieceBackend:
         for match in self._pattern.finditer(text) if self._added else ():
             ids += self._encode_segment(text[start : match.start()], first=start == 0)
             token = match.group()
-            ids.append(self._ids[token] if token in self._ids else self._ids[token.strip()])
+            ids.append(self._ids[token] if token in self._ids else self._stripped[token.strip()])
             start = match.end()
         return ids + self._encode_segment(text[start:], first=start == 0)
 

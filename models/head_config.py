@@ -90,9 +90,11 @@ class HeadConfig:
 def _flat(at: ConfigReader) -> HeadConfig:
     """SafeAILab's and SpecForge's layout. A head's layer is Llama's, whatever family its target is of."""
     config = at.config
-    if config.get("model_type", "llama") not in FAMILIES:
+    if config.get("model_type", "llama") not in tuple(FAMILIES):
         raise at.fail("model_type", f"one of {', '.join(FAMILIES)}")
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise at.fail("architectures", "a list of names")
     eagle3 = any(field in config for field in EAGLE3_FIELDS) or any("Eagle3" in str(name) for name in names)
     llama = {"num_hidden_layers": 1, **config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     layer = ModelConfig.from_hf(llama, at.source)

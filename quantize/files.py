@@ -7,7 +7,6 @@ metadata which matrices these are: `{"format": "pt", "fastdecode": '{"version": 
 "group_size": 32, "shape": [out, in]}}}'}`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.fuse import StoredTensor, float_decoder
+from checkpoints.json_text import parse_json
 from models.errors import InputError
 from quantize.storage import GROUP_SIZES, Quantized
 
@@ -109,7 +109,7 @@ def read_quantized(path: Path, stored: dict[str, StoredTensor]) -> dict[str, Qua
 def is_ours(folder: Path) -> bool:
     """Whether config.json says that `folder` is a checkpoint of this format. InputError: of another version of it."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # whoever reads the config complains
         return False
     return isinstance(config, dict) and stored_quantization(config, str(folder / "config.json")) is not None
@@ -119,15 +119,15 @@ def _description(file: Path) -> dict[str, Any] | None:
     """The described tensors of a file whose header is known to be whole; None where it describes none."""
     try:
         with open(file, "rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read ({error}).") from error
     text = (header.get("__metadata__") or {}).get(FORMAT)
     if text is None:
         return None
     try:
-        description = json.loads(text)
-    except (ValueError, RecursionError):
+        description = parse_json(text)
+    except ValueError:
         description = None
     if not isinstance(description, dict):
         raise InputError(f"{file}: the description in its header is no JSON object; {AGAIN}.")

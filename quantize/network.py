@@ -4,7 +4,6 @@ Each source of matrices (a GGUF file, the portable form, GPTQ, AWQ, compressed-t
 and packed for the device.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from checkpoints.checkpoint import fill_parameters, open_tensors
 from checkpoints.fuse import StoredTensor, slots
 from checkpoints.head_checkpoint import load_head, renamed_tensors, tensors_of
+from checkpoints.json_text import parse_json
 from models.config import ModelConfig
 from models.eagle import DraftHead
 from models.errors import InputError
@@ -174,7 +174,7 @@ def quantized_matrices(
             yield Matrix(name, source.shape, lambda source=source: Imported(source.read(), None))
     elif config.quantization is not None:
         file = path / "config.json"
-        scheme = read_quantization(json.loads(file.read_text(encoding="utf-8")), str(file))
+        scheme = read_quantization(parse_json(file.read_text(encoding="utf-8")), str(file))
         layers, rest = split_tensors(stored, scheme)
         stored.clear()
         stored.update(rest)

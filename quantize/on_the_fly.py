@@ -1,13 +1,13 @@
 """`--quantize int4` and `int8` of a checkpoint that is neither: quantized once, and kept in the user's cache."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
 
 from checkpoints.checkpoint import open_tensors, read_config
 from checkpoints.download import cache_folder
+from checkpoints.json_text import parse_json
 from models.config import ModelConfig
 from models.errors import InputError
 from models.transformer import Transformer
@@ -76,7 +76,7 @@ def stored_bits(path: Path, config: ModelConfig) -> int | None:
 def quantized_bits(path: Path) -> int | None:
     """Bits of the layers of a folder that is quantized already, as its config.json says."""
     file = path / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = parse_json(file.read_text(encoding="utf-8"))
     ours = stored_quantization(config, str(file))
     return (read_quantization(config, str(file)) if ours is None else ours).bits
 

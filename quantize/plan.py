@@ -1,6 +1,5 @@
 """What becomes of each tensor of a checkpoint, decided and checked from headers before any work."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ from checkpoints.head_checkpoint import (
     read_head_config,
     tensor_values,
 )
+from checkpoints.json_text import parse_json
 from models.config import ModelConfig
 from models.eagle import Eagle3Head, EagleHead
 from models.errors import InputError
@@ -183,10 +183,10 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder that is not quantized yet."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{folder}: has no config.json; give a folder in the Hugging Face layout.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as JSON ({error}); fetch it again.") from error
     if not isinstance(config, dict):
         raise InputError(f"{file}: expected a JSON object, found {type(config).__name__}.")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints.json_text import parse_json
 from fastdecode.decoder import Decoder
 from fastdecode.train.store import Conversation, ConversationStore
 from models.errors import InputError
@@ -119,8 +120,8 @@ def read_conversations(file: Path) -> Iterator[Messages]:
 
 def _messages(line: str, where: str) -> Messages:
     try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record: Any = parse_json(line)
+    except ValueError as error:
         raise InputError(f"{where}: is not valid JSON ({error}).") from None
     record = record if isinstance(record, dict) else {}
     found: list[tuple[Any, Any]] = []
@@ -129,9 +130,12 @@ def _messages(line: str, where: str) -> Messages:
     elif isinstance(record.get("prompt"), str):
         found = [("user", record["prompt"])]
     else:
-        for turn in record.get("conversations") or record.get("messages") or []:
+        turns = record.get("conversations") or record.get("messages")
+        for turn in turns if isinstance(turns, list) else []:
             turn = turn if isinstance(turn, dict) else {}
-            found.append((ROLES.get(turn.get("from", turn.get("role"))), turn.get("value", turn.get("content"))))
+            role = turn.get("from", turn.get("role"))
+            role = ROLES.get(role) if isinstance(role, str) else None
+            found.append((role, turn.get("value", turn.get("content"))))
     if not found or any(role is None or not isinstance(text, str) for role, text in found):
         raise InputError(
             f'{where}: expected {{"turns": [text, ...]}}, {{"prompt": text}} or '

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoints.json_text import parse_json
 from fastdecode.train.checkpoint import write_atomically
 from fastdecode.train.features import Batch, target_choices, target_states
 from fastdecode.train.parallel import Group
@@ -164,7 +165,7 @@ class KeptFeatures:
 
 def _stored_key(folder: Path) -> dict[str, Any]:
     try:
-        stored = json.loads((folder / "key.json").read_text(encoding="utf-8"))
+        stored = parse_json((folder / "key.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}

@@ -57,6 +57,8 @@ class TrainOptions:
         for name, low in whole.items():
             if getattr(self, name) < low:
                 raise InputError(f"--{name.replace('_', '-')} should be {low} or more, found {getattr(self, name)}.")
+        if self.seed > 2**62:
+            raise InputError(f"--seed should be at most 2^62, found {self.seed}.")
         for name in ("lr", "clip", "save_minutes", "hours"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e6:

@@ -1,5 +1,6 @@
 """Conversations on disk: token ids and which of them are answers, in shards that are written whole or not at all."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,8 @@ class ConversationStore:
 
     def append(self, conversations: Sequence[Conversation], n_made: int, seen: Sequence[str] = ()) -> None:
         """Write a shard. `n_made`: how many attempts at a conversation lie behind it and all before, duplicates and
-        empty ones included: where to go on. `seen`: hashes of the prompts in it."""
+        empty ones included: where to go on. `seen`: hashes of the prompts in it. Raises InputError where it cannot be
+        written; nothing of it stays then."""
         lengths = np.array([len(c.token_ids) for c in conversations], dtype=np.int64)
         tensors = {
             "token_ids": _joined([c.token_ids for c in conversations], np.int32),
@@ -69,10 +71,15 @@ class ConversationStore:
         header = {"target_fingerprint": self.fingerprint, "n_made": str(n_made), "seen": json.dumps(list(seen))}
         path = self.folder / SHARD.format(self.n_shards)
         draft = path.with_suffix(".tmp")
-        save_file(tensors, draft, metadata=header)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        try:
+            save_file(tensors, draft, metadata=header)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise InputError(f"{path}: cannot be written ({error}); make room, and go on with --resume.") from error
         self._read(path)
         self.n_shards += 1
 

