@@ -211,7 +211,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
             if not file.is_file():
                 raise InputError(f"{file}: is missing, though weight_map in {index.name} names it; fetch it again.")
         return files
-    if any(folder.glob("pytorch_model*.bin")):
+    if any(folder.glob("pytorch_model*.bin*")):  # or their index, which comes from the hub without them
         raise InputError(
             f"{folder}: has its weights in pytorch_model.bin only, a format that can run code; convert them to "
             "model.safetensors (transformers: from_pretrained, then save_pretrained)."

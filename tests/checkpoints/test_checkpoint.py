@@ -350,6 +350,10 @@ FAULTS = {
         lambda f: [p.unlink() for p in f.glob("model*")] and (f / "pytorch_model.bin").write_bytes(b""),
         ["pytorch_model.bin", "convert", "safetensors"],
     ),
+    "the index of a pytorch_model.bin, as it comes from the hub": (
+        lambda f: [p.unlink() for p in f.glob("model*")] and (f / "pytorch_model.bin.index.json").write_text("{}"),
+        ["pytorch_model.bin", "convert", "safetensors"],
+    ),
     "no weights": (lambda f: [p.unlink() for p in f.glob("model*")], ["model.safetensors"]),
     "GGUF beside the config": (
         lambda f: [p.unlink() for p in f.glob("model*")] and (f / "x.gguf").write_bytes(b""),
