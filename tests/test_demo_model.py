@@ -25,7 +25,7 @@ NEW_TOKENS = 48
 
 @pytest.fixture(scope="module")
 def plain_decoder():
-    return load("smollm2-135m", dtype="float32", device="cpu", compile=False, quantize="none")
+    return load("smollm2-135m", dtype="float32", device="cpu", compile=False, quantize="none", draft="none")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_uncompiled_answers_equal_the_reference(plain_decoder, plain_answers, pe
 
 
 def test_compiled_answers_equal_the_uncompiled_ones_greedy_and_sampled(plain_decoder, plain_answers):
-    compiled = load("smollm2-135m", dtype="float32", device="cpu", quantize="none")
+    compiled = load("smollm2-135m", dtype="float32", device="cpu", quantize="none", draft="none")
     answers = [compiled.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in PROMPTS]
     assert answers == plain_answers
     options = {"max_new_tokens": 24, "temperature": 0.7, "top_p": 0.9, "seed": 4}
@@ -55,7 +55,7 @@ def test_compiled_answers_equal_the_uncompiled_ones_greedy_and_sampled(plain_dec
 
 
 def test_the_weights_as_they_are_stored_say_the_same_as_dequantized(plain_answers):
-    quantized = load("smollm2-135m", dtype="float32", device="cpu", compile=False)
+    quantized = load("smollm2-135m", dtype="float32", device="cpu", compile=False, draft="none")
     assert isinstance(quantized.model.layers[0].mlp.down_proj, QuantizedLinear)
     answers = [quantized.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in PROMPTS]
     assert answers == plain_answers
@@ -68,6 +68,18 @@ def test_its_own_copy_as_a_draft_changes_nothing_and_is_always_right(plain_decod
     for result in results:
         committed = result.stats["new_tokens"] + (result.finish_reason == "stop")
         assert result.stats["rounds"] == -(-committed // 4)
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "dynamic:4,4,12"])
+def test_the_shipped_head_is_the_default_and_changes_nothing_but_the_rounds(plain_decoder, plain_answers, tree):
+    drafted = load("smollm2-135m", dtype="float32", device="cpu", tree=tree)
+    assert drafted.plan.path.name == "smollm2-135m-eagle3"
+    results = [drafted.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    assert [r.token_ids for r in results] == plain_answers
+    assert sum(map(len, plain_answers)) > 1.5 * sum(r.stats["rounds"] for r in results)
+    options = {"max_new_tokens": 24, "temperature": 0.7, "top_p": 0.9, "seed": 4}
+    sampled = drafted.generate(PROMPTS[0], **options)
+    assert sampled.token_ids == plain_decoder.generate(PROMPTS[0], **options).token_ids
 
 
 def test_lookup_drafts_change_nothing_but_the_rounds(plain_answers):
