@@ -84,6 +84,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=number, default=1e-4, metavar="X", help=(
         "learning rate (default: 1e-4, good for targets of 1B and more; small ones, about 100M, learn faster with "
         "5e-4, tiny ones with 2e-3)"))
+    add("--optimizer", default="adamw", metavar="NAME", help=(
+        "adamw (default), or muon for the matrices inside the head and adamw for the rest"))
     add("--warmup", type=whole_number, default=100, metavar="N", help=(
         "steps over which the rate rises, at most a tenth of all (default: 100)"))
     add("--batch-tokens", type=whole_number, default=4096, metavar="N", help=(

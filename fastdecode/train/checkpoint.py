@@ -11,7 +11,7 @@ import torch
 
 from models.errors import InputError
 
-VERSION = 1
+VERSION = 2
 STATE = "state.pt"
 
 

@@ -22,6 +22,7 @@ from fastdecode.train.features import target_states
 from fastdecode.train.initial import trained_parameters
 from fastdecode.train.kept import KeptFeatures
 from fastdecode.train.losses import StepReport, eagle1_loss, eagle3_loss
+from fastdecode.train.optimizer import Optimizers
 from fastdecode.train.options import TrainOptions
 from fastdecode.train.parallel import Group
 from fastdecode.train.tally import Score, Tally
@@ -32,8 +33,6 @@ from models.transformer import Transformer
 
 if TYPE_CHECKING:
     from fastdecode.train.store import Conversation
-
-BETAS = (0.9, 0.95)
 
 Note = Callable[[str], None]
 
@@ -72,7 +71,7 @@ class Trainer:
         per_step = options.accumulate * group.size
         self.n_steps = sum(-(-len(plan) // per_step) for plan in self.epochs)
         self.parameters = trained_parameters(head)
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=options.lr, betas=BETAS, weight_decay=0.0)
+        self.optimizer = Optimizers(options.optimizer, self.parameters, options.lr)
         self.epoch = self.position = self.step = self.tokens = 0  # position: batches of this epoch that are done
         self.seconds = 0.0  # of work, over all runs that led here
         self.rows: list[Row] = []
@@ -140,10 +139,7 @@ class Trainer:
                 step.add(*report)
         self._average(step)
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.options.clip)
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(lr)
         self.tally.values += step.values
         self.tokens += sum(self._lengths([i for batch in batches for i in batch]))
         self.position += len(batches)

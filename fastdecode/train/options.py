@@ -7,6 +7,7 @@ from models.errors import InputError
 
 KINDS = ("eagle3", "eagle1")
 LAYOUTS = ("safeai", "speculators")
+OPTIMIZERS = ("adamw", "muon")
 CHANGEABLE = {"epochs", "hours", "layout", "save_minutes"}  # by a run that goes on where another stopped
 
 
@@ -28,6 +29,7 @@ class TrainOptions:
     accumulate: int = 1  # batches of each process for a step of the optimizer
     max_length: int = 2048
     lr: float = 1e-4
+    optimizer: str = "adamw"
     warmup: int = 100  # steps, a tenth of all at most
     clip: float = 0.5
     seed: int = 0
@@ -52,6 +54,8 @@ class TrainOptions:
             raise InputError("--layout speculators is for EAGLE-3 heads; give --layout safeai, or --kind eagle3.")
         if self.kind == "eagle1" and (self.fc_norm or self.norm_output or self.feature_layers is not None):
             raise InputError("--fc-norm, --norm-output and --layers are for EAGLE-3 heads; leave them out.")
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"--optimizer should be {' or '.join(OPTIMIZERS)}, found {self.optimizer!r}.")
         whole = {"ttt_steps": 1, "epochs": 1, "batch_tokens": 2, "accumulate": 1, "max_length": 3, "warmup": 0}
         whole |= {"draft_vocab": 0, "eval_steps": 1, "log_steps": 1, "report_steps": 1, "seed": 0}
         for name, low in whole.items():

@@ -79,6 +79,7 @@ BAD = {
     "--kind eagle9": "--kind should be",
     "--kind eagle1 --layout speculators": "--layout speculators is for EAGLE-3",
     "--kind eagle1 --fc-norm": "are for EAGLE-3 heads",
+    "--optimizer sgd": "--optimizer should be adamw or muon",
     "--lr nought": "should be a number",
     "--lr 0": "--lr should be above 0",
     "--hours -1": "--hours should be above 0",

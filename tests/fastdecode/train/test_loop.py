@@ -44,12 +44,16 @@ def test_the_loss_falls_and_the_target_does_not_change(tmp_path, kind):
     assert_same(before, dict(target.named_parameters()))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_run_that_dies_in_mid_epoch_and_goes_on_ends_with_the_same_bits_and_the_same_curve(tmp_path, kind, keep):
+@pytest.mark.parametrize(
+    ("kind", "keep", "optimizer"),
+    [("eagle3", False, "adamw"), ("eagle3", True, "muon"), ("eagle1", False, "muon"), ("eagle1", True, "adamw")],
+)
+def test_a_run_that_dies_in_mid_epoch_and_goes_on_ends_with_the_same_bits_and_the_same_curve(
+    tmp_path, kind, keep, optimizer
+):
     def trainer_in(name: str, seed: int = 0):
         # Another first head: what counts on resuming is the state alone.
-        trainer = tiny_trainer(tmp_path / name, kind=kind)
+        trainer = tiny_trainer(tmp_path / name, kind=kind, optimizer=optimizer)
         if seed:
             with torch.no_grad():
                 for parameter in trainer.parameters.values():
@@ -127,7 +131,7 @@ def test_a_step_of_two_batches_has_the_gradients_of_one_batch_twice_as_large(tmp
     first, second = sorted(one.epochs[0], key=len)[:: len(one.epochs[0]) - 1]
     found = []
     for trainer, plan in ((one, [first + second]), (two, [first, second])):
-        trainer.optimizer.step = lambda trainer=trainer: found.append(
+        trainer.optimizer.step = lambda lr, trainer=trainer: found.append(
             {name: p.grad.clone() for name, p in trainer.parameters.items()}
         )
         trainer._step(plan)
