@@ -92,13 +92,10 @@ def test_a_store_of_another_target_is_refused_and_so_is_a_damaged_one(tmp_path):
 def test_the_target_asks_itself_and_only_its_answers_are_marked(tmp_path, decoder):
     store = ConversationStore(tmp_path, "target")
     # A random target seldom ends its turn by itself: here any of many tokens ends it.
-    before = decoder.state.stop_ids, decoder.stop_ids
+    decoder = decoder.with_drafter(decoder.plan)
     decoder.stop_ids = tuple(range(0, decoder.tokenizer.vocab_size, 8))
-    decoder.state.stop_ids = before[0].new_tensor(decoder.stop_ids)
-    try:
-        make_conversations(decoder, store, 6, OPTIONS)
-    finally:
-        decoder.state.stop_ids, decoder.stop_ids = before
+    decoder.state.stop_ids = decoder.state.stop_ids.new_tensor(decoder.stop_ids)
+    make_conversations(decoder, store, 6, OPTIONS)
     assert len(store) == 6 and len(store.seen) == 6
     opening = decoder.encode(decoder.tokenizer.chat_opening(), raw=True)
     for conversation in store:
