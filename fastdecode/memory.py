@@ -116,6 +116,10 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory that this process has held: on the card for CUDA, resident in RAM otherwise; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
+    with contextlib.suppress(OSError, StopIteration):
+        # On Linux getrusage's ru_maxrss begins at what the process that started this one held.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     try:
         import resource
     except ImportError:  # not on Windows

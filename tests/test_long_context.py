@@ -1,5 +1,6 @@
-"""A prompt of 7,500 tokens in the demo model's 8,192: the same text with a draft, and the cache that was stated."""
+"""A prompt of 7,500 tokens in the demo model's 8,192: the same text with a draft, and the memory that was predicted."""
 
+import json
 import re
 import subprocess
 import sys
@@ -59,14 +60,25 @@ def test_the_answer_ends_where_the_context_does(plain, prompt):
     assert result.finish_reason == "length" and n_prompt + len(result.token_ids) == LIMIT
 
 
-def test_explain_states_the_cache_and_an_int8_one_takes_half(plain):
-    cache = {}
+def test_memory_is_what_explain_predicts_and_an_int8_cache_takes_half(plain, prompt, tmp_path):
+    """A parent that holds much must not show in a child's peak, so this one holds 2 GB."""
+    predicted, peak, cache = {}, {}, {}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": [prompt]}))
+    held = bytearray(b"x" * 2_000_000_000)
     for kind in ("auto", "int8"):
-        command = [sys.executable, str(ROOT / "generate.py"), "Hi", "--draft", "none", "--no-compile", "--explain"]
-        command += ["--max-new-tokens", "2", "--max-seq-len", str(LIMIT), "--kv-cache", kind]
+        command = [sys.executable, str(ROOT / "generate.py"), "--prompts", str(tmp_path / "prompts.jsonl"), "--raw"]
+        command += ["--draft", "none", "--no-compile", "--explain", "--max-new-tokens", "4", "--kv-cache", kind]
+        command += ["--max-seq-len", str(LIMIT)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         figures = " ".join(done.stderr.split()).replace(",", "")
+        assert f"{N_PROMPT} tokens" in figures
+        predicted[kind] = float(re.search(r"predicted memory (\d+) MB", figures).group(1))
+        peak[kind] = float(re.search(r"peak memory (\d+) MB", figures).group(1))
         cache[kind] = float(re.search(r"cache \w+ (\d+) MB", figures).group(1))
+    del held
     assert cache["auto"] == pytest.approx(sum(b.nbytes for b in plain.cache.buffers()) / 1e6, abs=1)
     assert cache["int8"] == pytest.approx(cache["auto"] * (64 + 4) / 128, abs=1)
+    for kind in predicted:  # "beside the program itself": Python, torch, and a chunk's activations
+        assert 200 < peak[kind] - predicted[kind] < 900
+    assert peak["auto"] - peak["int8"] == pytest.approx(predicted["auto"] - predicted["int8"], rel=0.4)
