@@ -86,9 +86,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "5e-4, tiny ones with 2e-3)"))
     add("--optimizer", default="adamw", metavar="NAME", help=(
         "adamw (default), or muon for the matrices inside the head and adamw for the rest"))
-    add("--label-temperature", type=number, default=1.0, metavar="T", help=(
-        "of the target's distribution, as an EAGLE-3 head learns it: below 1 its likeliest token counts for more "
-        "(default: 1)"))
     add("--warmup", type=whole_number, default=100, metavar="N", help=(
         "steps over which the rate rises, at most a tenth of all (default: 100)"))
     add("--batch-tokens", type=whole_number, default=4096, metavar="N", help=(

@@ -87,8 +87,7 @@ def options_of(args: argparse.Namespace, autocast: bool = True) -> TrainOptions:
     """The options of the command line, checked."""
     names = (
         "kind", "draft_vocab", "ttt_steps", "epochs", "hours", "layout", "batch_tokens", "accumulate", "max_length",
-        "lr", "optimizer", "label_temperature", "warmup", "seed", "eval_share", "eval_steps", "save_minutes", "fc_norm",
-        "norm_output",
+        "lr", "optimizer", "warmup", "seed", "eval_share", "eval_steps", "save_minutes", "fc_norm", "norm_output",
     )  # fmt: skip
     if args.conversations is not None and args.conversations < 2:
         raise InputError(f"--conversations should be 2 or more, found {args.conversations}.")

@@ -169,15 +169,7 @@ class Trainer:
             hidden, choices = target_states(self.target, batch, self.head.feature_layers), None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
             if options.kind == "eagle3":
-                return eagle3_loss(
-                    self.head,
-                    self.target,
-                    hidden,
-                    batch,
-                    options.ttt_steps,
-                    choices=choices,
-                    temperature=options.label_temperature,
-                )
+                return eagle3_loss(self.head, self.target, hidden, batch, options.ttt_steps, choices=choices)
             return eagle1_loss(
                 self.head,
                 self.target,

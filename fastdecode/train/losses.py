@@ -44,14 +44,12 @@ def eagle3_loss(
     n_steps: int,
     decay: float = 0.8,
     choices: Tensor | None = None,
-    temperature: float = 1.0,
 ) -> StepReport:
     """EAGLE-3's loss over `n_steps` unrolled steps; `hidden`: the target's states, tapped at `head.feature_layers`.
 
     Cross-entropy of the head with the target's distribution over the draft vocabulary, averaged over the guesses for
     tokens of the answer whose choice is in the draft vocabulary; those of depth d weigh `decay ** d`.
-    `choices [B, T]` int64: `target_choices(target, hidden.last)`, if the caller has them. `temperature`: of the
-    target's distribution; below 1 its likeliest token counts for more.
+    `choices [B, T]` int64: `target_choices(target, hidden.last)`, if the caller has them.
     """
     guessed = _guessed(batch)
     with torch.no_grad():
@@ -60,8 +58,7 @@ def eagle3_loss(
         chosen = target_choices(target, states[places]) if choices is None else choices.flatten()[places]
         draft_ids = _draft_ids(head)[chosen]
         places, draft_ids = places[draft_ids >= 0], draft_ids[draft_ids >= 0]
-        logits = F.linear(states[places], lm_head_rows(target, head.drafted))
-        probabilities = logits.float().div_(temperature).softmax(-1)
+        probabilities = F.linear(states[places], lm_head_rows(target, head.drafted)).float().softmax(-1)
         column = places % guessed.shape[1]
     dtype = head.fc.weight.dtype
     features = head.fuse(Hidden(hidden.last, tuple(states.to(dtype) for states in hidden.entering)))

@@ -30,7 +30,6 @@ class TrainOptions:
     max_length: int = 2048
     lr: float = 1e-4
     optimizer: str = "adamw"
-    label_temperature: float = 1.0  # of the target's distribution, as an EAGLE-3 head learns it
     warmup: int = 100  # steps, a tenth of all at most
     clip: float = 0.5
     seed: int = 0
@@ -64,7 +63,7 @@ class TrainOptions:
                 raise InputError(f"--{name.replace('_', '-')} should be {low} or more, found {getattr(self, name)}.")
         if self.seed > 2**62:
             raise InputError(f"--seed should be at most 2^62, found {self.seed}.")
-        for name in ("lr", "label_temperature", "clip", "save_minutes", "hours"):
+        for name in ("lr", "clip", "save_minutes", "hours"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e6:
                 raise InputError(f"--{name.replace('_', '-')} should be above 0, found {value}.")
