@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "猫と犬と鳥と猫と犬と鳥と猫と犬と鳥と猫と犬と鳥と"  # lookup copies it, and its letters are two columns wide
-OPTIONS = ["--raw", "--draft", "ngram", "--tree", "chain:3", "--no-compile", "--max-new-tokens", "60", "--device", "cpu"]
+OPTIONS = ["--raw", "--draft", "ngram", "--tree", "chain:3", "--no-compile", "--device", "cpu"]
+OPTIONS += ["--max-new-tokens", "60"]
 
 pytestmark = pytest.mark.slow
 
