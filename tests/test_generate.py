@@ -256,6 +256,8 @@ BAD = [
     (["hi", "--max-seq-len", "999999"], "limit"),
     (["hi", "--batch", "0"], "--batch"),
     (["hi", "--seed", "x"], "--seed"),
+    (["hi", "--seed", str(2**62 + 1)], "from -2^62 to 2^62"),
+    (["hi", "--seed", str(-(2**62) - 1)], "from -2^62 to 2^62"),
     (["hi", "--stop", ""], "stop string"),
     (["hi", "--device", "tpu"], "--device"),
     (["hi", "--device", "cpu:"], "--device"),

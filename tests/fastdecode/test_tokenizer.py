@@ -209,6 +209,24 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"])
+def test_a_tokenizer_file_that_cannot_be_opened_is_refused_naming_the_folder(tmp_path, monkeypatch, name):
+    make.sentencepiece_folder(tmp_path)
+    (tmp_path / name).touch()
+    for method in ("open", "read_text", "read_bytes"):
+        opened = getattr(Path, method)
+
+        def refused(path, *args, opened=opened, **options):  # as for another user's file; root may open any
+            if path.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, *args, **options)
+
+        monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(InputError, match="Permission denied") as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{broken", b"[]", b"\xff\xfe"])
 def test_a_damaged_file_is_named(tmp_path, name, content):
