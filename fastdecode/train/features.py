@@ -35,7 +35,8 @@ def target_states(target: Transformer, batch: Batch, tap_layers: Sequence[int]) 
 def target_choices(target: Transformer, last: Tensor, chunk: int = CHUNK) -> Tensor:
     """The target's argmax after states `last [..., h]` (Hidden.last): int64 `[...]`, `chunk` positions at a time."""
     states = last.reshape(-1, last.shape[-1])
-    parts = [target.logits(part[None])[0].argmax(-1) for part in states.split(chunk)]
+    # On CPUs max takes less than half of the time that argmax takes for bf16; both give the first of equals.
+    parts = [target.logits(part[None])[0].max(-1).indices for part in states.split(chunk)]
     return torch.cat(parts).view(last.shape[:-1])
 
 
