@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_no_command_is_left_out():
     others = [line for line in LINES if line and line not in known]
     assert len(known) > 30
     assert all(line.startswith("pip install -r ") for line in others), others
+
+
+def test_the_layout_names_every_file_and_no_other():
+    """`_rows` after a file's name stands for another file that ends so."""
+    layout = README.read_text(encoding="utf-8").partition("## Layout")[2].partition("Apache-2.0")[0]
+    named = set(re.findall(r"[\w*]+\.(?:py|cpp|h)\b|(?<![\w*])_\w+", layout))
+    packages = [README.parent / name for name in ("models", "checkpoints", "quantize", "fastdecode")]
+    files = [f for p in packages for f in p.rglob("*") if f.suffix in (".py", ".cpp", ".h") and f.name[:2] != "__"]
+    stands_for = lambda name, file: file.stem.endswith(name) if name[0] == "_" else fnmatch(file.name, name)  # noqa: E731
+    assert [file.name for file in files if not any(stands_for(name, file) for name in named)] == []
+    known = [*files, README.parent / "generate.py"]
+    assert [name for name in named if not any(stands_for(name, file) for file in known)] == []
 
 
 @pytest.fixture(scope="module")
