@@ -89,7 +89,8 @@ def test_a_row_of_step_j_is_what_j_drafts_after_its_pair_give(name):
         mask = torch.arange(row + 1) <= positions[:, :, None]
         state, for_logits = head(next_ids[:, : row + 1], features[:, : row + 1], positions, positions, mask, cache)
         for step in range(n_steps):
-            assert_close(head.logits(for_logits[:, -1]), steps[step][:, row], TOLERANCE)
+            tolerance = UNROLLED_TOLERANCE if step else TOLERANCE  # every pass enlarges what float32 rounds
+            assert_close(head.logits(for_logits[:, -1]), steps[step][:, row], tolerance)
             at = torch.tensor([[row + 1 + step]])
             if step + 1 < n_steps:
                 forced = next_ids[:, row + 1 + step, None]
