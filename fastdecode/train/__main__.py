@@ -42,6 +42,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", default="self", metavar="FILE", help=(
         'self (default: the target makes up prompts and answers), or JSONL with {"turns": [...]}, {"prompt": ...} or '
         'ShareGPT\'s {"conversations": [...]}, whose answers the target makes anew'))
+    add("--beginnings", metavar="FILE", help=(
+        "JSONL of prompts that the target is to finish by itself, instead of making up whole ones"))
     add("--conversations", type=whole_number, metavar="N", help="how many (default: 20000, or all of FILE)")
     add("--batch", type=whole_number, default=16, metavar="N", help="texts decoded at a time while answers are made "
         "(default: 16)")

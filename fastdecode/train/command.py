@@ -18,7 +18,7 @@ from checkpoints.fingerprint import target_fingerprint
 from fastdecode.loading import choose_device, choose_dtype, load
 from fastdecode.train.checkpoint import STATE
 from fastdecode.train.curves import draw
-from fastdecode.train.data import DataOptions, answer_file, make_conversations
+from fastdecode.train.data import DataOptions, answer_file, make_conversations, read_beginnings
 from fastdecode.train.initial import draft_vocabulary, feature_layers_from, head_config, new_head, warm_head
 from fastdecode.train.kept import KeptFeatures
 from fastdecode.train.loop import Trainer
@@ -110,7 +110,10 @@ def data_options(args: argparse.Namespace) -> DataOptions:
         raise InputError(f"--answer-temperature should be above 0, found {args.answer_temperature}.")
     if args.keep_answers and args.data == "self":
         raise InputError("--keep-answers is for the answers of a file; give --data FILE.")
+    if args.beginnings is not None and args.data != "self":
+        raise InputError("--beginnings is for prompts that the target makes up; leave --data out.")
     return DataOptions(
+        beginnings=("",) if args.beginnings is None else read_beginnings(Path(args.beginnings).expanduser()),
         answer_tokens=args.answer_tokens,
         greedy_share=args.greedy_share,
         temperature=args.answer_temperature,

@@ -1,7 +1,8 @@
 """Training conversations: the answers are the target's own, since a head learns to say what the target would.
 
-Two sources of prompts. The target makes them up: given the opening of a user's turn in its chat template, it writes
-the turn (temperature 1, top-p 0.95), as in Magpie (arXiv 2406.08464). Or a JSONL file brings them: `{"turns": [...]}`,
+Two sources of prompts. The target makes them up: given the opening of a user's turn in its chat template, and the first
+words of that turn where there are such, it writes the turn (temperature 1, top-p 0.95), as in Magpie (arXiv
+2406.08464). Or a JSONL file brings them: `{"turns": [...]}`,
 `{"prompt": ...}`, or ShareGPT's `{"conversations": [{"from": "human", "value": ...}, ...]}`.
 """
 
@@ -31,6 +32,7 @@ Messages = list[dict[str, str]]
 class DataOptions:
     """How conversations are made. `greedy_share` of the answers are greedy, the others sampled at `temperature`.
 
+    `beginnings`: what a made-up prompt may begin with; each is drawn as often as the others.
     `keep_answers`: answers in a file stand as they are, though another model may have said them.
     """
 
@@ -40,6 +42,7 @@ class DataOptions:
     temperature: float = 0.7
     seed: int = 0
     keep_answers: bool = False
+    beginnings: Sequence[str] = ("",)
 
 
 def make_conversations(
@@ -54,8 +57,10 @@ def make_conversations(
     size, barren = GROUP * decoder.batch, 0
     while len(store) < count:
         first = store.n_made
+        drawn = np.random.default_rng((options.seed, first)).integers(len(options.beginnings), size=size)
+        beginnings = [options.beginnings[i] for i in drawn]
         prompts = decoder.generate(
-            [opening] * size,
+            [opening + beginning for beginning in beginnings],
             raw=True,
             max_new_tokens=options.prompt_tokens,
             stop=closing,
@@ -66,8 +71,8 @@ def make_conversations(
             seed=options.seed,
         )
         fresh: dict[str, Messages] = {}
-        for prompt in prompts:
-            text = prompt.text.strip()
+        for beginning, prompt in zip(beginnings, prompts, strict=True):
+            text = (beginning + prompt.text).strip()
             key = _hash(text)
             complete = prompt.finish_reason == "stop" and text and len(text) <= LONGEST_PROMPT
             if complete and key not in store.seen and key not in fresh:
@@ -113,9 +118,17 @@ def read_conversations(file: Path) -> Iterator[Messages]:
                 if line.strip():
                     yield _messages(line, f"{file}, line {number}")
     except OSError as error:
-        raise InputError(f"--data {file}: cannot be read ({error.strerror or error}).") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}).") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--data {file}: is not UTF-8 text ({error.reason}).") from error
+        raise InputError(f"{file}: is not UTF-8 text ({error.reason}).") from error
+
+
+def read_beginnings(file: Path) -> tuple[str, ...]:
+    """The first user's turns of a JSONL file, each as the beginning of a prompt. Raises InputError."""
+    found = tuple(messages[0]["content"] for messages in read_conversations(file) if messages)
+    if not found:
+        raise InputError(f"{file}: holds no beginnings of prompts.")
+    return found
 
 
 def _messages(line: str, where: str) -> Messages:

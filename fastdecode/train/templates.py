@@ -20,9 +20,11 @@ FILE = Path(__file__).with_name("templates.json")
 
 DESCRIPTION = """\
 Prints N different prompts of many kinds (letters, stories, code, sums, explanations, extraction ...), one JSON object a
-line, for the trainer's --data. The same seed gives the same prompts.
+line, for the trainer's --data. The same seed gives the same prompts. With --words, their first words only, for
+--beginnings: the target finishes each in its own way.
 
   python -m fastdecode.train.templates 5000 > prompts.jsonl
+  python -m fastdecode.train.templates 5000 --words 2-8 > beginnings.jsonl
 """
 
 
@@ -72,11 +74,26 @@ def filled(template: str, parts: Mapping[str, Sequence[str]], rng: np.random.Gen
     return text + template
 
 
+def first_words(text: str, words: tuple[int, int], rng: np.random.Generator) -> str:
+    """As many words of `text` as `rng` draws from the bounds, always short of the whole."""
+    found = text.split(" ")
+    return " ".join(found[: min(int(rng.integers(words[0], words[1] + 1)), max(1, len(found) - 1))])
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """LOW-HIGH, as --words takes it."""
+    low, _, high = text.partition("-")
+    if not (low.isascii() and low.isdigit() and high.isascii() and high.isdigit() and 1 <= int(low) <= int(high) < 1e6):
+        raise argparse.ArgumentTypeError(f"should be LOW-HIGH, as 2-8, found {text!r}")
+    return int(low), int(high)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    usage = "python -m fastdecode.train.templates N [--seed S]"
+    usage = "python -m fastdecode.train.templates N [--seed S] [--words LOW-HIGH]"
     parser = Parser(prog="python -m fastdecode.train.templates", usage=usage, description=DESCRIPTION)
     parser.add_argument("count", type=whole_number, metavar="N", help="how many prompts")
     parser.add_argument("--seed", type=whole_number, default=0, metavar="S", help="which ones (default: 0)")
+    parser.add_argument("--words", type=bounds, metavar="LOW-HIGH", help="only so many first words of each")
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     return parser.parse_args(argv)
 
@@ -86,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for option, value in (("N", args.count), ("--seed", args.seed)):
         if value < 0:
             raise InputError(f"{option} should be at least 0, found {value}.")
+    rng = np.random.default_rng(args.seed)
     for text in prompts(args.count, args.seed):
+        text = text if args.words is None else first_words(text, args.words, rng)
         print(json.dumps({"prompt": text}, ensure_ascii=False))
 
 

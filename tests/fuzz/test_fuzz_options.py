@@ -26,7 +26,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 GENERATE = [
     "--chat-template", "--dtype", "--quantize", "--device", "--max-seq-len", "--kv-cache", "--draft", "--tree",
-    "--draft-rope-theta", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
+    "--draft-rope-theta", "--lookup", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
     "--presence-penalty", "--seed", "--max-new-tokens", "--stop", "--batch", "--system", "--prompts", "--json=",
     "--raw=", "--chat=", "--show-draft=", "--explain=", "--nothing",
 ]  # fmt: skip
@@ -35,7 +35,7 @@ QUANTIZE = [
     "--nothing",
 ]  # fmt: skip
 TRAIN = [
-    "--kind", "--layout", "--init", "--resume=", "--data", "--conversations", "--batch", "--max-length",
+    "--kind", "--layout", "--init", "--resume=", "--data", "--beginnings", "--conversations", "--batch", "--max-length",
     "--eval-share", "--keep-features", "--draft-vocab", "--layers", "--fc-norm=", "--norm-output=", "--epochs",
     "--hours", "--save-minutes", "--ttt-steps", "--lr", "--warmup", "--batch-tokens", "--accumulate",
     "--eval-steps", "--seed", "--device", "--dtype", "--no-autocast=",

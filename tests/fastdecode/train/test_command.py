@@ -94,6 +94,8 @@ BAD = {
     "--greedy-share 1.5": "--greedy-share should be from 0 to 1",
     "--answer-temperature 0": "--answer-temperature should be above 0",
     "--keep-answers": "--keep-answers is for the answers of a file",
+    "--beginnings nowhere.jsonl": "nowhere.jsonl: cannot be read",
+    "--beginnings begun.jsonl --data some.jsonl": "--beginnings is for prompts that the target makes up",
     "--data nowhere.jsonl --conversations 99": "cannot be read",
 }
 

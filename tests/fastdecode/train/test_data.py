@@ -1,6 +1,7 @@
 """Training conversations: the target's own answers, kept whole through kills, the same ones when a run goes on."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
 
 from fastdecode.loading import load
-from fastdecode.train.data import DataOptions, answer_file, make_conversations, read_conversations
+from fastdecode.train.data import DataOptions, answer_file, make_conversations, read_beginnings, read_conversations
 from fastdecode.train.store import Conversation, ConversationStore
 from models.errors import InputError
 
@@ -105,6 +106,25 @@ def test_the_target_asks_itself_and_only_its_answers_are_marked(tmp_path, decode
         assert text.endswith("assistant\n") and 0 < len(ids) - first <= OPTIONS.answer_tokens
         if len(ids) - first < OPTIONS.answer_tokens:
             assert ids[-1] % 8 == 0  # the stop token is part of the answer
+
+
+def test_the_target_finishes_prompts_that_are_begun(tmp_path, decoder):
+    decoder = decoder.with_drafter(decoder.plan)
+    decoder.stop_ids = tuple(range(0, decoder.tokenizer.vocab_size, 8))
+    decoder.state.stop_ids = decoder.state.stop_ids.new_tensor(decoder.stop_ids)
+    file = write_jsonl(tmp_path / "begun.jsonl", {"prompt": "Write a"}, {"turns": ["Why do", "never said"]})
+    options = replace(OPTIONS, beginnings=read_beginnings(file))
+    assert options.beginnings == ("Write a", "Why do")
+    stores = [ConversationStore(tmp_path / name, "target") for name in ("one", "other")]
+    for store in stores:
+        make_conversations(decoder, store, 8, options)
+    assert same(*stores) and len(stores[0]) == 8
+    opening = len(decoder.encode(decoder.tokenizer.chat_opening(), raw=True))
+    texts = [decoder.tokenizer.decode(c.token_ids[~c.answer].tolist()[opening:]) for c in stores[0]]
+    begun = [[text.startswith(beginning) for text in texts] for beginning in options.beginnings]
+    assert all(map(any, zip(*begun, strict=True))) and all(map(any, begun))
+    with pytest.raises(InputError, match="no beginnings"):
+        read_beginnings(write_jsonl(tmp_path / "none.jsonl"))
 
 
 def test_a_greedy_answer_is_what_the_decoder_says(tmp_path, decoder):

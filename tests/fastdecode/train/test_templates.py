@@ -35,6 +35,18 @@ def test_every_template_can_be_filled_with_every_part():
         assert not set("{}") & set(templates.filled(text, parts, rng)), text
 
 
+def test_first_words_of_prompts(capsys):
+    assert run_command(templates.main, ["60", "--seed", "4", "--words", "2-5"]) == 0
+    begun = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+    whole = list(templates.prompts(60, seed=4))
+    assert all(text.startswith(part + " ") for text, part in zip(whole, begun, strict=True))
+    lengths = {len(part.split(" ")) for text, part in zip(whole, begun, strict=True) if text.count(" ") > 4}
+    assert lengths == {2, 3, 4, 5}
+    for nonsense in ("0-2", "5-2", "3", "a-b", "2-"):
+        assert run_command(templates.main, ["1", "--words", nonsense]) == 2
+        assert "--words: should be LOW-HIGH" in capsys.readouterr().err
+
+
 def test_more_than_there_are_and_nonsense_are_refused(capsys):
     few = templates.Templates([["Say {n:1-2}, {word}."]], {"word": ["please"]})
     assert set(templates.prompts(2, templates=few)) == {"Say 1, please.", "Say 2, please."}
