@@ -12,7 +12,8 @@ from models.errors import InputError
 DESCRIPTION = """\
 Decodes the same prompts with every draft and tree, greedily and sampled, and shows the tokens per round (tau), the
 share of rounds that accepted more than 0, 1, 2 ... drafts, and the answers that are plain decoding's. Prints a table,
-and one JSON object as the last line of stdout; progress goes to stderr. No speed is measured: --batch makes it quicker.
+and one JSON object as the last line of stdout; progress, and every row as it is found, goes to stderr. No speed is
+measured: --batch makes it quicker.
 
   python -m fastdecode.acceptance --drafts ngram models/heads/smollm2-135m-eagle3 --trees chain:5 dynamic:5,4,16
   python -m fastdecode.acceptance --drafts HEAD --temperatures 1 --noise scores ranks none
@@ -28,6 +29,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--drafts", nargs="+", required=True, metavar="DRAFT", help="drafts to measure, as --draft names them")
     add("--trees", nargs="+", default=["chain:5"], metavar="SHAPE", help=(
         "trees to measure, as --tree names them (default: chain:5); a draft for chains alone leaves out the others"))
+    add("--lookups", nargs="+", type=whole_number, default=[0, 2], metavar="N", help=(
+        "a head's chains with each of these as --lookup; 0 is the head alone (default: 0 2)"))
     add("--temperatures", nargs="+", default=["0", "1"], metavar="T", help="temperatures to decode at (default: 0 1)")
     add("--noise", nargs="+", default=["scores"], metavar="HOW", help=(
         "at temperatures above 0, what a head takes of the noise that the target chooses with: scores (default) "
@@ -51,8 +54,10 @@ def check(args: argparse.Namespace) -> None:
     for how in args.noise:
         if how not in NOISE:
             raise InputError(f"--noise should be of {', '.join(NOISE)}, found {how!r}.")
-    if args.draft != "auto" or args.tree != "auto":
-        raise InputError("Drafts and trees are taken from --drafts and --trees; leave --draft and --tree out.")
+    if args.draft != "auto" or args.tree != "auto" or args.lookup is not None:
+        raise InputError(
+            "What drafts is taken from --drafts, --trees and --lookups; leave --draft, --tree and --lookup out."
+        )
     for draft in args.drafts:
         if draft in ("none", "auto"):
             raise InputError(f"--drafts {draft}: plain decoding is measured anyway; name heads, models or ngram.")

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import io
+from dataclasses import replace
 from typing import Any
 
 from rich.box import ASCII2
@@ -36,12 +37,15 @@ class Acceptance:
         config, tokenizer = read_config(path), load_tokenizer(path)
         self.plans: list[tuple[str, str, DraftPlan]] = []
         for draft in args.drafts:
-            plan = DraftOptions.parse(draft, "chain:1", args.draft_rope_theta, args.quantize).plan(
-                config, tokenizer, path
-            )
-            self.plans += [
-                (draft, tree, plan.with_tree(tree)) for tree, chain in trees if chain or plan.head is not None
-            ]
+            theta, quantize = args.draft_rope_theta, args.quantize
+            plan = DraftOptions.parse(draft, "chain:1", theta, quantize).plan(config, tokenizer, path)
+            for tree, chain in trees:
+                if plan.head is None or not chain:
+                    self.plans += [(draft, tree, plan.with_tree(tree))] if chain or plan.head is not None else []
+                    continue
+                for lookup in dict.fromkeys(args.lookups):
+                    options = DraftOptions.parse(draft, tree, theta, quantize, lookup)
+                    self.plans.append((draft, tree, replace(plan, options=options)))
 
     def run(self) -> tuple[dict[str, Any], str]:
         """Measure. Returns the JSON object and a table for people."""
@@ -64,7 +68,8 @@ class Acceptance:
                         status.update(escape(f"{draft}, {tree}, temperature {t} …"))
                         found = self._answers(drafted, t)
                         same = comparison(decoder, plain[t], found, encoded, self.sampling[t].plain_greedy)
-                        rows.append(_row(draft, tree, t, noise, found) | same)
+                        rows.append(_row(draft, tree, plan, t, noise, found) | same)
+                        self._show(rows[-1])
                     del drafted
                     gc.collect()  # what a decoder compiled refers to it in circles
         device = decoder.model.norm.weight.device
@@ -72,16 +77,22 @@ class Acceptance:
         report = {**facts, "prompts": len(self.prompts), "new_tokens": self.args.max_new_tokens, "rows": rows}
         return report, as_table(report)
 
+    def _show(self, row: dict[str, Any]) -> None:
+        """A row as soon as it is known: a long run that is stopped leaves what it found."""
+        line = "  ".join(_cells(row, len(self.prompts)))
+        self.console.print(line, markup=False, soft_wrap=True)
+
     def _answers(self, decoder, temperature: str) -> list[Result]:
         return decoder.generate(
             self.prompts, max_new_tokens=self.args.max_new_tokens, temperature=temperature, seed=self.args.seed
         )
 
 
-def _row(draft: str, tree: str, temperature: str, noise: str, found: list[Result]) -> dict[str, Any]:
+def _row(draft: str, tree: str, plan: DraftPlan, temperature: str, noise: str, found: list[Result]) -> dict[str, Any]:
     return {
         "draft": draft,
         "tree": tree,
+        "lookup": None if plan.head is None else plan.lookup,
         "temperature": float(temperature),
         "noise": noise if float(temperature) > 0 else None,
         "tau": tau_of(found),
@@ -89,16 +100,23 @@ def _row(draft: str, tree: str, temperature: str, noise: str, found: list[Result
     }
 
 
+def _cells(row: dict[str, Any], prompts: int) -> tuple[str, ...]:
+    shares = " ".join(f"{share:.2f}" for share in row["accept_by_depth"])
+    same = f"{row['matched']}/{prompts}"
+    lookup = "-" if row["lookup"] is None else str(row["lookup"])
+    how = (row["draft"], row["tree"], lookup, f"{row['temperature']:g}", row["noise"] or "-")
+    return (*how, f"{row['tau']:.2f}", same, shares)
+
+
 def as_table(report: dict[str, Any]) -> str:
     """The report for people."""
     table = Table(box=ASCII2)
-    for name in ("draft", "tree", "T", "noise", "tau", "same", "rounds that accepted more than 0, 1, 2 ... drafts"):
-        table.add_column(name, justify="right" if name in ("T", "tau", "same") else "left", no_wrap=name != "draft")
+    last = "rounds that accepted more than 0, 1, 2 ... drafts"
+    for name in ("draft", "tree", "lookup", "T", "noise", "tau", "same", last):
+        is_number = name in ("lookup", "T", "tau", "same")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "draft")
     for row in report["rows"]:
-        shares = " ".join(f"{share:.2f}" for share in row["accept_by_depth"])
-        same = f"{row['matched']}/{report['prompts']}"
-        cells = (row["draft"], row["tree"], f"{row['temperature']:g}", row["noise"] or "-", f"{row['tau']:.2f}", same)
-        table.add_row(*cells, shares)
+        table.add_row(*map(escape, _cells(row, report["prompts"])))
     out = io.StringIO()
     Console(file=out, width=140).print(table)
     return out.getvalue().rstrip()

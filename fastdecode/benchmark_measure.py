@@ -34,7 +34,7 @@ from fastdecode.tuning_report import as_table, choice_for
 
 FIRST_TOKEN_LENGTHS = (16, 512, 2000)  # prompt tokens
 FIRST_TOKEN_REPEATS = 3
-UNDRAFTED = {"draft": "none", "tree": "auto", "draft_rope_theta": None}
+UNDRAFTED = {"draft": "none", "tree": "auto", "lookup": None, "draft_rope_theta": None}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Benchmark:
         self.console = Console(stderr=True, highlight=False)
         check_what_is_built(quantize=args.quantize)
         wants_int8_cache(args.kv_cache)
-        asked = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
+        asked = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize, args.lookup)
         self.sampling = sampling_arguments(args)
         SamplingOptions(**self.sampling)  # out of range is said before anything is loaded
         lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)
@@ -167,7 +167,11 @@ class Benchmark:
         }
         # With a draft, two decoders are in memory.
         row["peak_memory_mb"] = None if program.peak is None else program.peak / 1e6
-        return row if program.draft is None else {**row, "draft": program.draft.name, "tree": program.draft.tree}
+        draft = program.draft
+        if draft is None:
+            return row
+        lookup = None if draft.plan.head is None else draft.plan.lookup
+        return {**row, "draft": draft.name, "tree": draft.tree, "lookup": lookup}
 
     def _warmed_up(self, decoder: Decoder, draft: Draft | None = None) -> Program:
         """A decoder that has compiled, and its times to first token."""

@@ -33,7 +33,8 @@ class Row:
     plain decoding's. `kv_cache`: the precision of keys and values.
     `bytes_per_round`: what a round has to read at the least. Times in seconds or, where named so, ms. `speedup`: over
     plain fastdecode in the same precision (other programs: as the model was loaded first). `mode`: how another program
-    ran: eager, compiled. `note`: why a row has no figures, or what they need said.
+    ran: eager, compiled. `note`: why a row has no figures, or what they need said. `lookup`: see --lookup; None without
+    a head.
     """
 
     program: str
@@ -64,6 +65,7 @@ class Row:
     tau_by_category: Mapping[str, float] = field(default_factory=dict)
     mode: str | None = None
     note: str | None = None
+    lookup: int | None = None
 
 
 def machine(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
@@ -119,6 +121,7 @@ def as_table(report: Mapping[str, Any]) -> str:
 def row_name(row: Mapping[str, Any]) -> str:
     """A row's program in a few words."""
     draft = "" if row["draft"] == "none" else f" {Path(row['draft']).name} {row['tree']}"
+    draft += f" lookup {row['lookup']}" if row.get("lookup") else ""
     cache = "" if row["kv_cache"] == row["weights"] else f" {row['kv_cache']} cache"
     mode = f" {row['mode']}" if row["mode"] else ""
     return f"{row['program']}{mode} {row['weights']}{cache}{draft}"

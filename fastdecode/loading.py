@@ -32,6 +32,7 @@ def load(
     *,
     draft: str = "auto",
     tree: str = "auto",
+    lookup: int | None = None,
     draft_rope_theta: str | float | None = None,
     quantize: str = "auto",
     kv_cache: str = "auto",
@@ -49,7 +50,8 @@ def load(
     `draft`: auto (the head in `draft/` of the model's folder, else one that ships for this model in models/heads/, else
     none), none, ngram, or the folder or hub id of an EAGLE head or of a small model; `tree`: auto (what the benchmark
     or --explain measured to be fastest here, be it no draft; else a chain of 3), chain:K, static, static:FILE or
-    dynamic:DEPTH,TOPK,TOTAL; `draft_rope_theta`: another rotary base for the head.
+    dynamic:DEPTH,TOPK,TOTAL; `lookup`: a head's chain takes what followed the last so many tokens, or more, where they
+    stood before (None: 2; 0: never); `draft_rope_theta`: another rotary base for the head.
     `quantize`: auto (weights as stored), none (dequantized), int8 or int4 (quantized once, and kept in the cache).
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `kv_cache`: auto (keys and values in `dtype`) or int8, which takes about half of bfloat16's memory.
@@ -61,7 +63,7 @@ def load(
     """
     check_what_is_built(quantize=quantize)
     int8_cache = wants_int8_cache(kv_cache)
-    drafting = DraftOptions.parse(draft, tree, draft_rope_theta, quantize)
+    drafting = DraftOptions.parse(draft, tree, draft_rope_theta, quantize, lookup)
     place = choose_device(device)
     precision = choose_dtype(dtype, place)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:

@@ -79,6 +79,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "auto (default: the fastest here, where --explain or the benchmark measured that, else a chain of 3), chain:K "
         "(K drafted tokens), static (EAGLE-1's 25), static:FILE (JSON list of child-rank paths), "
         "dynamic:DEPTH,TOPK,TOTAL; ngram and models take chains only"))
+    add("--lookup", type=whole_number, metavar="N", help=(
+        "where the last N tokens or more stood before, a head's chain takes what followed them there, and the head "
+        "drafts the rest (default: 2); 0: the head drafts everything"))
     add("--draft-rope-theta", metavar="X", help="rotary base of the draft head (default: the head's config)")
 
 
@@ -104,7 +107,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def load_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `fastdecode.load` in parsed options."""
     names = ("model", "chat_template", "dtype", "quantize", "device", "max_seq_len", "kv_cache", "compile", "draft")
-    return {name: getattr(args, name) for name in (*names, "tree", "draft_rope_theta", "batch")}
+    return {name: getattr(args, name) for name in (*names, "tree", "lookup", "draft_rope_theta", "batch")}
 
 
 def sampling_arguments(args: argparse.Namespace, suggested: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Session:
         args = self.args
         check_what_is_built(quantize=args.quantize)
         wants_int8_cache(args.kv_cache)
-        DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize)
+        DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize, args.lookup)
         self.profile = None if args.profile is None else RoundProfile(Path(args.profile))
         if args.show_draft and args.json:
             raise InputError("--show-draft colours text, and --json prints none of it; give one of them.")

@@ -28,7 +28,7 @@ from models.errors import InputError
 PROMPT = "Why is the sky blue?"
 FORWARDED = (
     *("model", "chat_template", "dtype", "quantize", "device", "max_seq_len", "kv_cache", "draft", "tree", "batch"),
-    *("threads", "temperature", *SAMPLING_DEFAULTS, "seed"),
+    *("lookup", "threads", "temperature", *SAMPLING_DEFAULTS, "seed"),
 )
 DESCRIPTION = """\
 Loads a model, compiles, decodes one token, and prints the seconds that each stage took as one JSON object:

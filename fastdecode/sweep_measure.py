@@ -30,7 +30,7 @@ class Sweep:
         self.args, self.load_options = args, load_options
         self.console = Console(stderr=True, highlight=False)
         for tree in args.trees or ():
-            DraftOptions.parse(args.draft, tree, args.draft_rope_theta, args.quantize)
+            DraftOptions.parse(args.draft, tree, args.draft_rope_theta, args.quantize, args.lookup)
         lines = read_prompts(str(SHIPPED) if args.prompts is None else args.prompts)
         self.prompts = [line.text for line in lines[:: max(1, len(lines) // args.limit)]][: args.limit]
 
@@ -63,7 +63,7 @@ class Sweep:
         report = compare(choice, results, allowed)
         device = decoder.model.norm.weight.device
         facts = {"machine": machine(device, measure_bandwidth(device)), "model": args.model}
-        facts |= {"draft": str(plan.path or args.draft), "weights": weights_name(decoder.model)}
+        facts |= {"draft": str(plan.path or args.draft), "lookup": args.lookup, "weights": weights_name(decoder.model)}
         return facts | report, as_table(report)
 
 

@@ -100,4 +100,4 @@ def _identity(plan: DraftPlan) -> list[Any]:
     path = plan.path.resolve()
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
     stamps = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return [str(path), plan.options.quantize, plan.options.rope_theta, stamps]
+    return [str(path), plan.options.quantize, plan.options.rope_theta, plan.options.lookup, stamps]

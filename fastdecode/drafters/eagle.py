@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode.drafters import Chunk, Text, with_parts
+from fastdecode.drafters.ngram import look_up
 from fastdecode.sampling import SamplingContext
 from fastdecode.tree import Candidates, DraftTree, plant
 from fastdecode.tree_options import TreeBuilder
@@ -17,6 +18,8 @@ from models.cache import KVCache
 from models.eagle import DraftHead
 from models.errors import InputError
 from models.transformer import Hidden
+
+LONGEST_MATCH = 4  # tokens by which one earlier place is preferred to another
 
 Noise = Literal["scores", "ranks", "none"]
 
@@ -46,12 +49,16 @@ class EagleDrafter(nn.Module):
     `rows`: rows of the target's cache, bin included, which bound every text. `noise`: what a draft at T > 0 takes of
     the noise that the target will choose with: "scores" (children are ranked by it, and a node of a dynamic tree adds
     `log_softmax(log q / T + noise)` to its parent's score), "ranks" (a node adds log q) or "none" (log q alone).
+    `lookup`: where the last tokens, this many or more, stood before, a chain takes what followed them, and the head
+    drafts what is missing, as SuffixDecoding (arXiv 2411.04975) joins the two; 0 leaves everything to the head.
     Raises InputError when the tree asks for more children of a node than the head's vocabulary has.
     """
 
-    def __init__(self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int, noise: Noise = "scores"):
+    def __init__(
+        self, head: DraftHead, tree: TreeBuilder, batch: int, rows: int, noise: Noise = "scores", lookup: int = 0
+    ):
         super().__init__()
-        self.noise = noise
+        self.noise, self.lookup = noise, lookup
         if tree.top_k > head.config.draft_vocab_size:
             raise InputError(
                 f"The tree asks for the {tree.top_k} best children of a node, but the head's vocabulary has "
@@ -85,6 +92,9 @@ class EagleDrafter(nn.Module):
         committed = (cache_rows < position[:, None])[:, None]  # [B, 1, S]
         above = torch.zeros(root.shape[0], 1, self.scratch, dtype=torch.bool, device=root.device)
         growth, first_row = plant(root), 0
+        copied = None
+        if self.lookup:
+            copied = look_up(text, root, cache_rows, self.max_depth, self.lookup, max(self.lookup, LONGEST_MATCH))
         for depth in range(self.max_depth):
             if depth:
                 # Frontier nodes of this depth: each attends the committed pairs, its ancestors' rows, and its own.
@@ -99,7 +109,11 @@ class EagleDrafter(nn.Module):
                     growth.tokens, features, positions, rows.expand_as(growth.tokens), mask, self.state.cache
                 )
                 first_row += width
-            growth = self.tree.extend(growth, self._candidates(for_logits, depth, context))
+            candidates = self._candidates(for_logits, depth, context)
+            if copied is not None:
+                tokens, there = (values[:, depth, None, None] for values in copied)
+                candidates = Candidates(torch.where(there, tokens, candidates.tokens), candidates.scores)
+            growth = self.tree.extend(growth, candidates)
         return self.tree.finish(growth, valid)
 
     def keep(self, text: Text, hidden: Hidden, path: Tensor) -> None:

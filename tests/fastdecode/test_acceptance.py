@@ -42,19 +42,26 @@ def test_every_draft_tree_temperature_and_noise_has_one_row(model):
     )  # fmt: skip
     assert code == 0, err
     report = json.loads(out.splitlines()[-1])
-    rows = {(Path(r["draft"]).name, r["tree"], r["temperature"], r["noise"]): r for r in report["rows"]}
+    key_of = lambda r: (Path(r["draft"]).name, r["tree"], r["lookup"], r["temperature"], r["noise"])  # noqa: E731
+    rows = {key_of(r): r for r in report["rows"]}
     assert len(rows) == len(report["rows"])
-    chain = {("chain:2", 0.0, None), ("chain:2", 1.0, "scores"), ("chain:2", 1.0, "none")}
-    bush = {("dynamic:2,2,4", 0.0, None), *(("dynamic:2,2,4", 1.0, how) for how in acceptance.NOISE)}
-    by_draft = {"head": chain | bush, "ngram": {("chain:2", 0.0, None), ("chain:2", 1.0, "none")}}
+    sampled = ((0.0, None), (1.0, "scores"), (1.0, "none"))
+    chain = {("chain:2", lookup, *how) for lookup in (0, 2) for how in sampled}
+    bush = {("dynamic:2,2,4", 0, 0.0, None), *(("dynamic:2,2,4", 0, 1.0, how) for how in acceptance.NOISE)}
+    by_draft = {"head": chain | bush, "ngram": {("chain:2", None, 0.0, None), ("chain:2", None, 1.0, "none")}}
     by_draft[model.name] = by_draft["ngram"]
     assert set(rows) == {(draft, *rest) for draft, wanted in by_draft.items() for rest in wanted}
     assert all(row["matched"] == report["prompts"] == 3 for row in rows.values())  # fp32: nothing changes the answers
     # The model as its own draft is right at every depth, but in last rounds, which the budget of 12 cuts to 12 = 4 x 3.
-    own = rows[model.name, "chain:2", 0.0, None]
+    own = rows[model.name, "chain:2", None, 0.0, None]
     assert (own["tau"], own["accept_by_depth"]) == (3.0, [1.0, 1.0])
     for row in rows.values():
         assert row["tau"] == pytest.approx(1 + sum(row["accept_by_depth"]))
+    # each row was shown as soon as it was known, in the table's order
+    shown = [line.split("  ") for line in err.splitlines() if "  3/3  " in line]
+    assert [(Path(s[0]).name, s[1], float(s[3])) for s in shown] == [
+        (Path(r["draft"]).name, r["tree"], r["temperature"]) for r in report["rows"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,8 @@ def test_every_draft_tree_temperature_and_noise_has_one_row(model):
         (("--drafts", "ngram", "--noise", "loud"), "found 'loud'"),
         (("--drafts", "ngram", "--temperatures", "-1"), "temperature"),
         (("--drafts", "ngram", "--limit", "0"), "--limit should be at least 1"),
-        (("--drafts", "ngram", "--tree", "chain:2"), "leave --draft and --tree out"),
+        (("--drafts", "ngram", "--tree", "chain:2"), "leave --draft, --tree and --lookup out"),
+        (("--drafts", "ngram", "--lookup", "2"), "leave --draft, --tree and --lookup out"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence_and_exit_code_2(model, arguments, sentence):

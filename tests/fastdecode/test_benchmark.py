@@ -31,7 +31,7 @@ ROW_KEYS = [
     *("decode_tokens_per_s", "decode_tokens_per_s_min", "decode_tokens_per_s_max", "ttft_s", "tau", "accept_by_depth"),
     *("speedup", "matched", "first_difference_margins", "draft_ms", "verify_ms", "rest_ms"),
     *("bytes_per_round", "bandwidth_share", "peak_memory_mb", "cold_compile_s", "warm_start_s", "tau_by_category"),
-    *("mode", "note"),
+    *("mode", "note", "lookup"),
 ]
 
 

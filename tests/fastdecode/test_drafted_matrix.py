@@ -25,7 +25,7 @@ LIMIT, NEW_TOKENS = 340, 64
 
 FAMILIES = ["llama", "llama-tied", "llama-biased", "llama-9-heads-on-3", "rope-llama3", "rope-yarn"]
 FAMILIES += ["mistral-window", "qwen2", "qwen3", "mixtral", "qwen3-moe"]
-DRAFTERS = ["eagle1", "eagle3", "model", "ngram", "oracle"]
+DRAFTERS = ["eagle1", "eagle3", "lookup", "model", "ngram", "oracle"]  # lookup: an EAGLE-3 head's chain with it
 CHAINS = {f"chain:{k}": functools.partial(chain, k) for k in range(1, 9)}
 TREES = CHAINS | {
     "static": eagle1_tree,
@@ -109,6 +109,7 @@ def sampled(count: int) -> list[Case]:
 
 COVERING = covering()
 COMPILED = [
+    Case("qwen3", "lookup", "chain:4", 3, 257, "T 0.5", True),
     Case("qwen3-moe", "eagle3", "dynamic:3,4,16", 3, 34, "T 1, top-p", True),
     Case("mistral-window", "eagle1", "static", 1, 256, "greedy", True),
     Case("qwen2", "model", "chain:3", 3, 33, "T 1.5, penalties", True),
@@ -170,8 +171,9 @@ def drafter_for(case: Case, plain, answers: list[list[int]]):
             text = torch.tensor(ids + answers[row])
             known[row, : len(text)] = text
         return Oracle(n_drafted, known, spoil=lambda positions: positions % 5 == 0)
-    head = eagle_fixtures.random_head(case.drafter, config.vocab_size, config.hidden_size, n_drafted=60)
-    return EagleDrafter(head, builder, case.batch, rows)
+    kind, lookup = ("eagle3", 1) if case.drafter == "lookup" else (case.drafter, 0)
+    head = eagle_fixtures.random_head(kind, config.vocab_size, config.hidden_size, n_drafted=60)
+    return EagleDrafter(head, builder, case.batch, rows, lookup=lookup)
 
 
 def check(case: Case, family_of, plain_answers) -> None:

@@ -8,7 +8,7 @@ from eagle_fixtures import commit, draft, prefill, states_at, texts, token_paths
 from fastdecode.drafters import Chunk
 from fastdecode.drafters.eagle import EagleDrafter
 from fastdecode.sampling import SamplingContext, SamplingState
-from fastdecode.tree import DynamicTree
+from fastdecode.tree import DynamicTree, StaticTree
 from fastdecode.tree_options import chain, eagle1_tree
 from models.errors import InputError
 from models.transformer import Hidden
@@ -113,6 +113,42 @@ def test_rows_of_a_batch_draft_as_they_would_alone(kind):
         for b in range(3):
             if lengths[b] > 1:
                 assert_same(ours, fresh_tree(kind, "dynamic", ids[b : b + 1], rows[b], lengths[b]), b)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_chain_takes_what_stood_after_the_last_tokens_and_the_head_drafts_on_from_there(kind):
+    ids, hidden = random_text(6)
+    head = random_head(kind)
+    first, second = head.target_ids(torch.tensor([3, 7])).tolist()
+    ids[0, 10:14] = torch.tensor([first, second, first, second])  # after one pair stands the other, and no more
+
+    def drafted_by(tree, lookup=0):
+        drafter, text = EagleDrafter(head, tree, 1, ROWS, lookup=lookup), texts(ids, ROWS)
+        prefill(drafter, text, hidden, 14)
+        return draft(drafter, text).tokens[0, 1:].tolist()
+
+    every = range(head.config.draft_vocab_size)
+    rank = drafted_by(StaticTree([[r] for r in every])).index(first)
+    below = drafted_by(StaticTree([[rank], *([rank, r] for r in every)]))[1:].index(second)
+    third = drafted_by(StaticTree([[rank], [rank, below], [rank, below, 0]]))[2]  # the head's own choice after both
+    for lookup in (1, 2):
+        assert drafted_by(chain(3), lookup) == [first, second, third]
+    assert drafted_by(chain(3), 3) == drafted_by(chain(3)) != [first, second, third]  # three tokens never stood before
+    assert drafted_by(chain(1), 2) == [first]
+
+
+@pytest.mark.parametrize("lookup", [0, 1])
+def test_rows_of_a_batch_look_up_their_own_text(lookup):
+    ids, hidden = random_text(8, batch=2)
+    ids[0, 4:8] = torch.tensor([50, 51, 50, 51])
+    drafter, text = EagleDrafter(random_head("eagle3"), chain(2), 2, ROWS, lookup=lookup), texts(ids, ROWS)
+    rows = [Hidden(hidden.last[b : b + 1], tuple(s[b : b + 1] for s in hidden.entering)) for b in range(2)]
+    for b, length in enumerate((7, 9)):
+        prefill(drafter, text, rows[b], length, slot=b)
+    ours = draft(drafter, text).tokens[:, 1:].tolist()
+    assert (ours[0] == [51, 50]) == bool(lookup)
+    assert ids[1, 8] not in ids[1, :8]  # so that there is nothing to look up
+    assert ours[1] == fresh_tree("eagle3", "chain", ids[1:], rows[1], 9).tokens[0, 1:3].tolist()
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
