@@ -21,7 +21,7 @@ from fastdecode.benchmark_report import Row, as_report, machine
 from fastdecode.benchmark_rows import committed, comparison, decoder_row, median_of, ratio, weights_name
 from fastdecode.decoder import Decoder
 from fastdecode.drafting import DEFAULT_TREE, DraftOptions, DraftPlan
-from fastdecode.loading import check_what_is_built, load, wants_int8_cache
+from fastdecode.loading import check_quantize, load, wants_int8_cache
 from fastdecode.memory import bytes_per_round, measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.prompts import SHIPPED, PromptLine, read_prompts
@@ -67,7 +67,7 @@ class Benchmark:
     def __init__(self, args: argparse.Namespace):
         self.args, self.full = args, args.suite == "full"
         self.console = Console(stderr=True, highlight=False)
-        check_what_is_built(quantize=args.quantize)
+        check_quantize(args.quantize)
         wants_int8_cache(args.kv_cache)
         asked = DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize, args.lookup)
         self.sampling = sampling_arguments(args)

@@ -47,7 +47,7 @@ def weights_name(model: Transformer) -> str:
     """How the linear layers' weights are stored: "int4-g32", say, or "bf16"."""
     for layer in model.layers.modules():
         if isinstance(layer, QuantizedLinear):
-            return f"int{layer.bits}-g{layer.group_size}"
+            return layer.scheme
     return SHORT_DTYPE[model.norm.weight.dtype]
 
 

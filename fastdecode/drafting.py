@@ -17,6 +17,8 @@ from models.config import ModelConfig
 from models.errors import InputError
 from models.head_config import HeadConfig
 from models.transformer import Transformer
+from quantize import a8
+from quantize.linear import round_inputs
 from quantize.network import has_quantized_matrices, load_draft_head
 from quantize.on_the_fly import load_as
 
@@ -141,6 +143,8 @@ class DraftPlan:
             # Beside a quantized target a float head would take much of a round.
             bits = HEAD_BITS if has_quantized_matrices(target) else None
             head = load_draft_head(self.path, self.head, target, bits)
+            if bits is not None and a8.fast():
+                round_inputs(head, target)  # drafts may be a little off; what is chosen is the target's
             return EagleDrafter(head, tree, batch, rows, noise, self.lookup)
         if self.model is not None:
             weight = target.norm.weight

@@ -9,11 +9,11 @@ import torch
 
 from checkpoints.checkpoint import find_checkpoint, read_config, read_generation_config
 from fastdecode.chat import read_chat_template
+from fastdecode.compiler import can_compile, prepare_compiler
 from fastdecode.decoder import Decoder
 from fastdecode.drafting import DEFAULT_TREE, DraftOptions, DraftPlan
 from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token, expected_weight_bytes
 from fastdecode.program_cache import stored_programs
-from fastdecode.runner import can_compile, prepare_compiler
 from fastdecode.tokenizer import load_tokenizer
 from fastdecode.tree_choice import choice_key, read_choice
 from fastdecode.tuner import PLAIN
@@ -52,7 +52,8 @@ def load(
     or --explain measured to be fastest here, be it no draft; else a chain of 3), chain:K, static, static:FILE or
     dynamic:DEPTH,TOPK,TOTAL; `lookup`: a head's chain takes what followed the last so many tokens, or more, where they
     stood before (None: 2; 0: never); `draft_rope_theta`: another rotary base for the head.
-    `quantize`: auto (weights as stored), none (dequantized), int8 or int4 (quantized once, and kept in the cache).
+    `quantize`: auto (weights as stored), none (dequantized), int8 or int4 (quantized once, and kept in the cache), or
+    w8a8 or w4a8 (and activations in 8 bits, on a CPU).
     `dtype`: auto (bfloat16 where the hardware has it), bfloat16, float16, float32. `device`: auto, cpu, cuda, cuda:N.
     `kv_cache`: auto (keys and values in `dtype`) or int8, which takes about half of bfloat16's memory.
     `max_seq_len`: tokens that a text may have, prompt and answer; None for the model's limit or what memory allows.
@@ -61,7 +62,7 @@ def load(
     sentences that the user should read. Raises InputError for anything that cannot be honoured, before weights are
     read where that can be known.
     """
-    check_what_is_built(quantize=quantize)
+    check_quantize(quantize)
     int8_cache = wants_int8_cache(kv_cache)
     drafting = DraftOptions.parse(draft, tree, draft_rope_theta, quantize, lookup)
     place = choose_device(device)
@@ -119,11 +120,11 @@ def _tuned(plan: DraftPlan, key: dict[str, Any], folder: Path, note: Note) -> Dr
     return plan.with_tree(choice.tree)
 
 
-def check_what_is_built(*, quantize: str) -> None:
-    """Refuse, in a sentence, options whose work is not built yet: InputError."""
+def check_quantize(quantize: str) -> None:
+    """Raises InputError for what `--quantize` does not know."""
     accepted = ("auto", "none", *BITS)
     if quantize not in accepted:
-        raise InputError(f"--quantize {quantize} is not built yet; {' or '.join(accepted)} can be given.")
+        raise InputError(f"--quantize should be {', '.join(accepted)}, found {quantize!r}.")
 
 
 def wants_int8_cache(kv_cache: str) -> bool:

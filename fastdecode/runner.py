@@ -9,7 +9,6 @@ import time
 import warnings
 from collections import deque
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fastdecode.program_cache import available, compile_or_load, stored_file
 from fastdecode.round import Round
-from models import attention, native
+from models import attention
 
 SMALLEST_BUCKET = 256
 
@@ -55,32 +54,6 @@ def compiled(function):
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch >= 2.13
         options["isolate_recompiles"] = True
     return torch.compile(function, fullgraph=True, dynamic=False, **options)
-
-
-def can_compile() -> bool:
-    """Whether the C++ compiler that torch.compile would call is there (Triton's launcher needs it, too)."""
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
-        return False
-
-
-def prepare_compiler() -> Thread:
-    """Import the compiler, and start what the C++ compiler has to do first: the attention operator, and which vector
-    instructions it knows. Seconds of waiting for other processes, which need not come after the weights. Join the
-    thread before compiling."""
-    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  (here, since imports in two threads collide)
-
-    def ask() -> None:
-        native.built(attention.SOURCES)
-        cpu_vec_isa.pick_vec_isa()
-
-    thread = Thread(target=ask, daemon=True)
-    thread.start()
-    return thread
 
 
 class Runner:

@@ -16,7 +16,7 @@ from rich.style import Style
 from fastdecode.decoder import Piece, Prompt
 from fastdecode.detokenizer import StopStrings
 from fastdecode.drafting import DraftOptions
-from fastdecode.loading import check_what_is_built, load, wants_int8_cache
+from fastdecode.loading import check_quantize, load, wants_int8_cache
 from fastdecode.memory import bytes_per_round, cache_bytes_per_token, measure_bandwidth, peak_memory_bytes
 from fastdecode.options import load_arguments, sampling_arguments
 from fastdecode.profiling import RoundProfile
@@ -116,7 +116,7 @@ class Session:
 
     def _check_options(self) -> None:
         args = self.args
-        check_what_is_built(quantize=args.quantize)
+        check_quantize(args.quantize)
         wants_int8_cache(args.kv_cache)
         DraftOptions.parse(args.draft, args.tree, args.draft_rope_theta, args.quantize, args.lookup)
         self.profile = None if args.profile is None else RoundProfile(Path(args.profile))

@@ -89,7 +89,7 @@ def _file(folder: Path, key: Mapping[str, Any]) -> Path:
 def _weights(model: Transformer) -> str:
     for layer in model.layers.modules():
         if isinstance(layer, QuantizedLinear):
-            return f"int{layer.bits}-g{layer.group_size}"
+            return layer.scheme
     return "float"
 
 

@@ -6,7 +6,7 @@ Their parameters are packed for one device at load and never written back; a fil
 import torch
 from torch import Tensor, nn
 
-from quantize import cpu, kernels
+from quantize import a8, cpu, kernels
 from quantize.storage import Quantized
 
 
@@ -23,6 +23,7 @@ class QuantizedLinear(nn.Module):
         self.bits, self.group_size = weight.bits, weight.group_size
         self.out_features, self.in_features = weight.shape
         self.on_cuda = device.type == "cuda"
+        self.rounds_input = False  # whether activations are 8 bits, too: see round_inputs
         if self.on_cuda:
             packed = kernels.pack(on_device(weight, device))
             self.data = nn.Parameter(packed.weight, requires_grad=False)
@@ -39,10 +40,10 @@ class QuantizedLinear(nn.Module):
             x = x[..., self.column_order]
         if self.on_cuda:
             y = torch.ops.fastdecode.quantized_linear(x, self.data, self.scales)
-        elif x.dtype == torch.float16:  # not one of the operator's dtypes
-            y = cpu.linear(x.float(), self.packed).to(x.dtype)
         else:
-            y = cpu.linear(x, self.packed)
+            linear = a8.linear if self.rounds_input else cpu.linear
+            # float16 is not one of the operators' dtypes
+            y = linear(x.float(), self.packed).to(x.dtype) if x.dtype == torch.float16 else linear(x, self.packed)
         return y if self.bias is None else y + self.bias
 
     @property
@@ -58,8 +59,13 @@ class QuantizedLinear(nn.Module):
             w = cpu.unpack(self.packed)
         return w if self.column_order is None else w[:, self.column_order.argsort()]
 
+    @property
+    def scheme(self) -> str:
+        """Bits and groups in a word: "int4-g32", and "int4-g32-a8" where activations are 8 bits, too."""
+        return f"int{self.bits}-g{self.group_size}{'-a8' if self.rounds_input else ''}"
+
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, int{self.bits} g{self.group_size}"
+        return f"in={self.in_features}, out={self.out_features}, {self.scheme}"
 
 
 class QuantizedEmbedding(nn.Module):
@@ -85,6 +91,16 @@ class QuantizedEmbedding(nn.Module):
     def project(self, hidden: Tensor) -> Tensor:
         """`hidden [..., h]` -> `[..., vocab]`: the table as lm_head."""
         return self.table(hidden)
+
+
+def round_inputs(network: nn.Module, owner: nn.Module | None = None) -> None:
+    """From now on `network`'s quantized layers, on the CPU, round inputs to 8 bits (quantize/a8.py), but for those that
+    it borrows from `owner`. Experts of a mixture do not."""
+    borrowed = set() if owner is None else set(owner.modules())
+    if a8.available():
+        for module in network.modules():
+            if isinstance(module, QuantizedLinear) and module not in borrowed:
+                module.rounds_input = not module.on_cuda
 
 
 def on_device(weight: Quantized, device: torch.device) -> Quantized:

@@ -1,4 +1,5 @@
-"""`--quantize int4` and `int8` of a checkpoint that is neither: quantized once, and kept in the user's cache."""
+"""`--quantize int4`, `int8`, `w4a8`, `w8a8`: a checkpoint that is stored otherwise is quantized once, and kept in the
+user's cache."""
 
 import hashlib
 from pathlib import Path
@@ -11,13 +12,16 @@ from checkpoints.json_text import parse_json
 from models.config import ModelConfig
 from models.errors import InputError
 from models.transformer import Transformer
+from quantize import a8
 from quantize.files import stored_quantization
 from quantize.importers import GGUF_TYPES, read_quantization
+from quantize.linear import round_inputs
 from quantize.network import Note, load_network
 from quantize.pipeline import quantize_checkpoint
 from quantize.plan import Options, plan_model
 
-BITS = {"int4": 4, "int8": 8}
+BITS = {"int4": 4, "int8": 8, "w4a8": 4, "w8a8": 8}
+ROUNDING_INPUTS = ("w4a8", "w8a8")
 GGUF_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 
@@ -29,16 +33,24 @@ def load_as(
     quantize: str,
     note: Note = lambda sentence: None,
 ) -> Transformer:
-    """`load_network` of the checkpoint `path` as `--quantize` says: auto (as stored), none, int4 or int8."""
+    """`load_network` of the checkpoint `path` as `--quantize` says: auto (as stored), none, int4 or int8; or w4a8 or
+    w8a8, which round activations to 8 bits as well, on a CPU alone (elsewhere InputError)."""
+    if quantize in ROUNDING_INPUTS and device.type != "cpu":
+        raise InputError(f"--quantize {quantize} is for CPUs; give int{BITS[quantize]} on this device.")
     if quantize in BITS:
         path = quantized_copy(path, config, quantize, note)
         config = read_config(path)
-    return load_network(path, config, device, dtype, quantize != "none", note)
+    network = load_network(path, config, device, dtype, quantize != "none", note)
+    if quantize in ROUNDING_INPUTS:
+        if not a8.fast():
+            note("This CPU lacks AVX512-VNNI, which multiplies bytes, so 8-bit activations are slow here.")
+        round_inputs(network)
+    return network
 
 
 def quantized_copy(path: Path, config: ModelConfig, how: str, note: Note) -> Path:
-    """The checkpoint `path` in the bits that `how` (int4, int8) says: itself, where it is stored so, else a copy in the
-    cache, made now if it is not there yet. Nothing is left of one that was interrupted.
+    """The checkpoint `path` in the bits that `how` (a key of BITS) says: itself, where it is stored so, else a copy in
+    the cache, made now if it is not there yet. Nothing is left of one that was interrupted.
 
     Raises InputError for a checkpoint that is quantized otherwise, and where no group size fits.
     """
@@ -50,7 +62,7 @@ def quantized_copy(path: Path, config: ModelConfig, how: str, note: Note) -> Pat
     if stored_bits(path, config) == bits:
         return path
     options = Options(bits, 32, "als", (), "8")
-    copy = cache_folder() / "quantized" / f"{path.stem}-{how}-{fingerprint(path, options)}"
+    copy = cache_folder() / "quantized" / f"{path.stem}-int{bits}-{fingerprint(path, options)}"
     if not (copy / "config.json").is_file():
         plan = plan_model(path, options)
         note(f"Quantizing to {how}, once: {copy} keeps the result.")

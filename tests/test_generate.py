@@ -277,7 +277,7 @@ BAD = [
     (["hi", "--draft", "none", "--lookup", "2"], "draft heads"),
     (["hi", "--draft", "/x/y", "--tree", "static", "--lookup", "1"], "--lookup takes chains only"),
     (["hi", "--draft", "/x/y", "--draft-rope-theta", "wide"], "--draft-rope-theta"),
-    (["hi", "--quantize", "w8a8"], "not built yet"),
+    (["hi", "--quantize", "int3"], "--quantize should be auto, none, int4, int8, w4a8, w8a8, found 'int3'"),
     (["hi", "--kv-cache", "int4"], "--kv-cache should be auto or int8"),
     (["hi", "--show-draft", "--json"], "--show-draft"),
     (["hi", "--profile", "/nowhere/trace.json"], "--profile /nowhere/trace.json"),

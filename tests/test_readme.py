@@ -115,7 +115,11 @@ def test_train(here, line, monkeypatch, tmp_path):
     given = arguments(line)
     if "--resume" not in given:
         given[given.index("-o") + 1] = str(tmp_path / "out")
-    if "--data" not in given:  # a tiny model of random weights makes up no prompts
+    if "--beginnings" in given:
+        assert trainer.parse(given).beginnings == "begun.jsonl"
+        at = given.index("--beginnings")
+        given = given[:at] + given[at + 2 :]
+    if "--data" not in given:  # a tiny model of random weights makes up no prompts, nor finishes any
         given += ["--data", "prompts.jsonl"]
     if "--init" in given:
         given = [word for word in given if word != "head/training/data"]

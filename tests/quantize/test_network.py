@@ -26,6 +26,7 @@ from quantize.experts import QuantizedExperts
 from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated
 from quantize.methods import quantize_matrix
 from quantize.network import has_quantized_matrices, load_draft_head, load_network
+from quantize.on_the_fly import load_as
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 CPU = torch.device("cpu")
@@ -196,7 +197,7 @@ def test_a_compiled_round_on_quantized_weights_says_the_same(folders):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mixtral", "qwen3-moe", "llama-biased"])
-@pytest.mark.parametrize("how", ["int4", "int8"])
+@pytest.mark.parametrize("how", ["int4", "int8", "w4a8", "w8a8"])
 def test_quantizing_on_the_fly_happens_once_and_means_what_it_stores(tmp_path, monkeypatch, family, how):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     experts = {"moe_intermediate_size": 32} if family == "qwen3-moe" else {}
@@ -217,6 +218,12 @@ def test_quantizing_on_the_fly_happens_once_and_means_what_it_stores(tmp_path, m
     ids = torch.tensor([first.encode(text_of(40), raw=True)])
     for network in (again.model, floats):
         network.set_rotary(64)
+    rounding = [m.rounds_input for m in again.model.modules() if isinstance(m, QuantizedLinear)]
+    assert all(rounding) if how in ("w4a8", "w8a8") else not any(rounding)
+    if any(rounding):  # close to what is stored, and not equal
+        ours, theirs = (logits_of(network, ids) for network in (again.model, floats))
+        assert 0.98 < torch.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) < 1
+        return
     ours, theirs = (logits_of(network, ids) for network in (again.model, floats))
     assert torch.allclose(ours, theirs, atol=2e-5 * theirs.abs().max().item())
     few = slice(0, 3)  # experts take another way there
@@ -264,6 +271,30 @@ def test_a_head_that_was_quantized_with_its_target_drafts_unasked(tmp_path, kind
         assert drafted.generate(text_of(n), **options).token_ids == without.generate(text_of(n), **options).token_ids
     with pytest.raises(InputError, match="needs a draft"):
         decoder(folder, tree="chain:2")
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("how", ["int8", "w8a8"])
+def test_a_head_rounds_its_inputs_and_leaves_its_targets_layers_as_they_are(tmp_path, monkeypatch, kind, how):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("quantize.a8.fast", lambda: True)
+    folder, head, _ = head_and_target(carried(kind), tmp_path, "safetensors")
+    drafted, without = (decoder(folder, quantize=how, draft=draft) for draft in (str(head), "none"))
+    own = drafted.runner.round.drafter.head
+    assert own.fc.rounds_input and own.layers[0].mlp.down_proj.rounds_input
+    if kind == "eagle1":
+        assert own.lm_head is drafted.model.lm_head or own.lm_head is drafted.model.embed_tokens
+    for decoder_ in (drafted, without):
+        layers = [m for m in decoder_.model.modules() if isinstance(m, QuantizedLinear)]
+        assert layers and {m.rounds_input for m in layers} == {how == "w8a8"}
+    for n in (1, 40):
+        options = {"raw": True, "max_new_tokens": 24}
+        assert drafted.generate(text_of(n), **options).token_ids == without.generate(text_of(n), **options).token_ids
+
+
+def test_8_bit_activations_are_for_cpus():
+    with pytest.raises(InputError, match="w4a8 is for CPUs; give int4"):
+        load_as(Path("nowhere"), None, torch.device("cuda"), torch.float16, "w4a8")
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "speculators"])
