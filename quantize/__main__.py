@@ -173,12 +173,16 @@ def calibration_ids(args: argparse.Namespace, tokenizer: Any, config: "ModelConf
 
 
 def evaluate(path: Path, out: Path, plan: "Plan", ids: list[int]) -> None:
-    """Print `perplexity before X after Y`."""
+    """Print `perplexity before X after Y`, and on a line before it what 8-bit activations make of Y, where they are
+    fast."""
     from fastdecode.loading import choose_device, choose_dtype
-    from quantize.text import perplexity_before_and_after
+    from quantize.text import perplexity_before_and_after, perplexity_with_8_bit_activations
 
     device = choose_device("auto")
     before, after = perplexity_before_and_after(path, out, plan.config, ids, device, choose_dtype("auto", device))
+    rounded = perplexity_with_8_bit_activations(out, ids, device, choose_dtype("auto", device))
+    if rounded is not None:
+        print(f"perplexity with 8-bit activations {rounded:.4f}")
     print(f"perplexity before {before:.4f} after {after:.4f}")
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from checkpoints.checkpoint import read_config
 from models.config import ModelConfig
 from models.errors import InputError
+from quantize import a8
+from quantize.linear import round_inputs
 from quantize.network import load_network
 from quantize.perplexity import perplexity
 
@@ -79,3 +81,18 @@ def perplexity_before_and_after(
         found.append(perplexity(network, torch.tensor(ids), context))
         del network
     return found[0], found[1]
+
+
+def perplexity_with_8_bit_activations(
+    out: Path, ids: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> float | None:
+    """Of the quantized checkpoint `out` on one text, as `--quantize w4a8` and `w8a8` compute; None where this device
+    has no fast way to."""
+    if device.type != "cpu" or not a8.fast():
+        return None
+    config = read_config(out)
+    network = load_network(out, config, device, dtype, quantized=True)
+    round_inputs(network)
+    context = min(CONTEXT, config.max_position_embeddings)
+    network.set_rotary(context)
+    return perplexity(network, torch.tensor(ids), context)

@@ -474,12 +474,18 @@ def test_heads_that_do_not_fit_are_refused(run, folder, tmp_path):
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def test_perplexity_before_and_after(run, tmp_path):
+@pytest.mark.parametrize("fast", [True, False])
+def test_perplexity_before_and_after(run, tmp_path, monkeypatch, fast):
+    monkeypatch.setattr("quantize.a8.fast", lambda: fast)
     (tmp_path / "text.txt").write_text("hello there, the quick brown fox. " * 30)
     code, out, err = run("--bits", 8, "--evaluate", tmp_path / "text.txt")
     assert code == 0, err
     before, after = map(float, re.fullmatch(r"perplexity before (\S+) after (\S+)", out.splitlines()[-1]).groups())
     assert before > 100 and before != after and abs(after / before - 1) < 0.05
+    rounded = re.search(r"^perplexity with 8-bit activations (\S+)$", out, re.MULTILINE)
+    assert bool(rounded) == fast
+    if rounded:
+        assert float(rounded[1]) not in (before, after) and abs(float(rounded[1]) / after - 1) < 0.05
 
 
 def test_the_text_that_is_shipped_is_the_default(run, monkeypatch):
