@@ -4,53 +4,25 @@
 // Of a group the products q * w are summed exactly, in 32 bits; then, group after group, a row's total becomes
 //   total + sum * (w's scale * x's scale)  and, for 4 bits,  + w's minimum * (x's scale * sum of q).
 // So a row's result depends on nothing but the row and the weights, and every path gives the same bits.
-// For the packed layout see cpu.cpp. A lane's 4-bit columns are taken as two sets of four bytes, columns 0 4 1 5 and
+// For the packed layout see packed.h. A lane's 4-bit columns are taken as two sets of four bytes, columns 0 4 1 5 and
 // 2 6 3 7 of eight, so q is laid down in that order. Signed 8-bit weights become unsigned by adding 128, which the sum
 // of q takes off again: VNNI multiplies unsigned by signed.
 
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Half.h>
+#include "packed.h"
 
-#include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <vector>
-
-#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)
-#define HAS_VNNI_PATH  // clang takes no #pragma GCC target
-#include <cpuid.h>
-#include <immintrin.h>
-#endif
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+constexpr float kLeast = 1e-30f;  // below it a group of x is nothing: 127 / it must be finite
 
-constexpr int kOutputs = 32;        // of a block
-constexpr int kAhead = 4096;        // bytes of weights to ask for early, past what the hardware prefetches
-constexpr float kLeast = 1e-30f;    // below it a group of x is nothing: 127 / it must be finite
-
-struct Job {
+struct Job : Sizes {
   const int8_t* q;        // [rows, in], in the order that `bits` wants
   const float* scales;    // [rows, groups]
   const int32_t* sums;    // [rows, groups]: of q
   const uint8_t* packed;  // [blocks, groups, bytes]
   void* y;                // [rows, blocks * 32]
-  int64_t rows, in, blocks, groups, bytes;
-  int group;
-  bool half_scales, bf16;
 };
-
-template <class T>
-inline T load(const void* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(T));
-  return value;
-}
 
 // Where in its eight columns a column's q is laid down.
 constexpr int kPlaces4[8] = {0, 2, 4, 6, 1, 3, 5, 7};
@@ -119,7 +91,7 @@ void run_plain(const Job& job, int64_t first_block, int64_t end_block) {
   }
 }
 
-#ifdef HAS_VNNI_PATH
+#ifdef HAS_X86_PATHS
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")
 
@@ -230,7 +202,7 @@ void run_vnni(const Job& job, int64_t first_block, int64_t end_block) {
 #endif
 
 bool has_vnni() {
-#ifdef HAS_VNNI_PATH
+#ifdef HAS_X86_PATHS
   return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 #else
@@ -243,46 +215,33 @@ template <int bits>
 Tensor linear(const Tensor& x_given, const Tensor& packed, int64_t path) {
   static const int best = has_vnni();
   const Tensor x = torch::stable::contiguous(x_given);
-  const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
-  STD_TORCH_CHECK(bf16 || x.scalar_type() == ScalarType::Float, "x is bf16 or fp32");
-  STD_TORCH_CHECK(packed.dim() == 3 && packed.is_contiguous() && packed.scalar_type() == ScalarType::Byte,
-                  "packed weights are contiguous uint8 [blocks, groups, bytes]");
+  const Sizes sizes = sizes_of<bits>(x, packed);
   STD_TORCH_CHECK(path <= best, "this CPU lacks path ", path);
-  const int64_t in = x.dim() ? x.size(x.dim() - 1) : 0, rows = in ? x.numel() / in : 0;
-  const int64_t blocks = packed.size(0), groups = packed.size(1), bytes = packed.size(2);
-  const int64_t group = groups ? in / groups : 0;
-  const int64_t constants = kOutputs * (bits == 4 ? 2 : 1), left = bytes - kOutputs * bits * group / 8;
-  STD_TORCH_CHECK(group >= 32 && group % 32 == 0 && group <= 128 && group * groups == in &&
-                      (left == 2 * constants || left == 4 * constants),
-                  "x has ", in, " columns, which these packed weights do not fit");
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = blocks * kOutputs;
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = new_output(x, sizes);
 
   auto round = round_group<bits>;
   auto run = run_plain<bits>;
-#ifdef HAS_VNNI_PATH
+#ifdef HAS_X86_PATHS
   if (path == 1 || (path < 0 && best)) round = round_group_vnni<bits>, run = run_vnni<bits>;
 #endif
-  std::vector<int8_t> q(rows * in);
-  std::vector<float> scales(rows * groups), floats(group);
-  std::vector<int32_t> sums(rows * groups);
+  const int64_t parts = sizes.rows * sizes.groups;
+  std::vector<int8_t> q(parts * sizes.group);
+  std::vector<float> scales(parts), floats(sizes.group);
+  std::vector<int32_t> sums(parts);
   const void* const given = x.const_data_ptr();
-  for (int64_t part = 0; part < rows * groups; part++) {
-    const float* values = (const float*)given + part * group;
-    if (bf16) {
-      for (int64_t i = 0; i < group; i++) {
-        const uint32_t wide = uint32_t(((const uint16_t*)given)[part * group + i]) << 16;
+  for (int64_t part = 0; part < parts; part++) {
+    const float* values = (const float*)given + part * sizes.group;
+    if (sizes.bf16) {
+      for (int64_t i = 0; i < sizes.group; i++) {
+        const uint32_t wide = uint32_t(((const uint16_t*)given)[part * sizes.group + i]) << 16;
         std::memcpy(&floats[i], &wide, 4);
       }
       values = floats.data();
     }
-    round(values, group, q.data() + part * group, &scales[part], &sums[part]);
+    round(values, sizes.group, q.data() + part * sizes.group, &scales[part], &sums[part]);
   }
-  Job job{q.data(), scales.data(), sums.data(), static_cast<const uint8_t*>(packed.const_data_ptr()),
-          y.mutable_data_ptr(), rows, in, blocks, groups, bytes, int(group), left == 2 * constants, bf16};
-  const int64_t least = 1 + 16384 / (kOutputs * in);  // blocks that are worth waking a thread
-  torch::stable::parallel_for(0, blocks, least, [&](int64_t first, int64_t end) { run(job, first, end); });
+  over_blocks(Job{sizes, q.data(), scales.data(), sums.data(), static_cast<const uint8_t*>(packed.const_data_ptr()),
+                  y.mutable_data_ptr()}, run);
   return y;
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from models import native
 from quantize.cpu import BLOCK, PackedCPU, unpack
 
-SOURCES = (Path(__file__).with_name("a8.cpp"),)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("a8.cpp", "packed.h"))  # the first includes the rest
 LEAST = 1e-30  # a group of inputs below it counts as zeros, as in a8.cpp
 
 
