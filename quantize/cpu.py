@@ -15,7 +15,7 @@ from torch import Tensor
 from models import native
 from quantize.storage import Quantized
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_path.h", "packed.h"))  # the first includes the rest
+SOURCES = tuple(map(Path(__file__).with_name, ("cpu.cpp", "cpu_path.h", "packed.h")))  # the first includes the rest
 PATHS = ("plain", "avx2", "avx512", "bf16", "amx")  # as in cpu.cpp; each CPU has the first few
 BLOCK = 32  # outputs
 
