@@ -143,7 +143,7 @@ class DraftPlan:
             # Beside a quantized target a float head would take much of a round.
             bits = HEAD_BITS if has_quantized_matrices(target) else None
             head = load_draft_head(self.path, self.head, target, bits)
-            if bits is not None and a8.fast():
+            if bits is not None and target.norm.weight.device.type == "cpu" and a8.fast():
                 round_inputs(head, target)  # drafts may be a little off; what is chosen is the target's
             return EagleDrafter(head, tree, batch, rows, noise, self.lookup)
         if self.model is not None:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import native
-from quantize.cpu import BLOCK, PackedCPU, unpack
+from quantize.cpu import PackedCPU, loaded, unpack
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("a8.cpp", "packed.h"))  # the first includes the rest
 LEAST = 1e-30  # a group of inputs below it counts as zeros, as in a8.cpp
@@ -54,21 +53,10 @@ def available() -> bool:
 
 @functools.cache
 def operators() -> Path | None:
-    """Build, where it is not in the user's cache, and load a8.cpp; its library, or None where that cannot be done.
-
-    Also tells torch.compile the shape of what the operators return.
-    """
-    library = native.load(SOURCES)
-    if library is not None:
-        for name in ("linear_int4_a8", "linear_int8_a8"):
-            torch.library.register_fake(f"fastdecode::{name}", _output_like)
-    return library
+    """Build, where it is not in the user's cache, and load a8.cpp; its library, or None where that cannot be done."""
+    return loaded(SOURCES, ("linear_int4_a8", "linear_int8_a8"))
 
 
 def fast() -> bool:
     """Whether this CPU multiplies bytes at once (AVX512-VNNI); elsewhere the operator is right, and slow."""
     return torch.cpu._is_vnni_supported() and available() and torch.ops.fastdecode.a8_paths() > 1
-
-
-def _output_like(x: Tensor, packed: Tensor, path: int = -1) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0] * BLOCK)

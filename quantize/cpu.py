@@ -5,6 +5,7 @@ number of rows, beside any others, and at any thread count. Without a C++ compil
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,13 +129,16 @@ def available() -> bool:
 
 @functools.cache
 def operators() -> Path | None:
-    """Build, where it is not in the user's cache, and load cpu.cpp; its library, or None where that cannot be done.
+    """Build, where it is not in the user's cache, and load cpu.cpp; its library, or None where that cannot be done."""
+    return loaded(SOURCES, ("linear_int4", "linear_int8"))
 
-    Also tells torch.compile the shape of what the operators return.
-    """
-    library = native.load(SOURCES)
+
+def loaded(sources: Sequence[Path], names: Sequence[str]) -> Path | None:
+    """Build where needed, and load, a library of operators on packed weights; its file, or None where that cannot be
+    done. Also tells torch.compile the shape of what the operators, `names`, return."""
+    library = native.load(sources)
     if library is not None:
-        for name in ("linear_int4", "linear_int8"):
+        for name in names:
             torch.library.register_fake(f"fastdecode::{name}", _output_like)
     return library
 
