@@ -129,7 +129,6 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    @torch.compiler.nested_compile_region  # the levels of a chain are alike: compiled once
     def forward(
         self, embedded: Tensor, state: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor
     ) -> Tensor:
