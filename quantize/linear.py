@@ -97,10 +97,10 @@ def round_inputs(network: nn.Module, owner: nn.Module | None = None) -> None:
     """From now on `network`'s quantized layers, on the CPU, round inputs to 8 bits (quantize/a8.py), but for those that
     it borrows from `owner`. Experts of a mixture do not."""
     borrowed = set() if owner is None else set(owner.modules())
-    if a8.available():
-        for module in network.modules():
-            if isinstance(module, QuantizedLinear) and module not in borrowed:
-                module.rounds_input = not module.on_cuda
+    a8.available()  # built and loaded before a stored program calls it by name
+    for module in network.modules():
+        if isinstance(module, QuantizedLinear) and module not in borrowed:
+            module.rounds_input = not module.on_cuda
 
 
 def on_device(weight: Quantized, device: torch.device) -> Quantized:

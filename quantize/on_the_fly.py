@@ -16,7 +16,7 @@ from quantize import a8
 from quantize.files import stored_quantization
 from quantize.importers import GGUF_TYPES, read_quantization
 from quantize.linear import round_inputs
-from quantize.network import Note, load_network
+from quantize.network import Note, has_quantized_matrices, load_network
 from quantize.pipeline import quantize_checkpoint
 from quantize.plan import Options, plan_model
 
@@ -41,7 +41,7 @@ def load_as(
         path = quantized_copy(path, config, quantize, note)
         config = read_config(path)
     network = load_network(path, config, device, dtype, quantize != "none", note)
-    if quantize in ROUNDING_INPUTS:
+    if quantize in ROUNDING_INPUTS and has_quantized_matrices(network):  # else a note has said why there are none
         if not a8.fast():
             note("This CPU lacks AVX512-VNNI, which multiplies bytes, so 8-bit activations are slow here.")
         round_inputs(network)
