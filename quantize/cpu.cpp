@@ -11,9 +11,6 @@
 
 #include "packed.h"
 
-#define PLAIN 0
-#define AVX2 1
-#define AVX512 2
 #define BF16 3  // AVX512-BF16: products of pairs of bf16, summed in fp32; for bf16 x
 #define AMX 4   // tiles of the same; for bf16 x
 #define APART __attribute__((noinline)) static  // a function of its own, so that its sums get all the registers
@@ -64,22 +61,19 @@ namespace amx {
 #pragma GCC pop_options
 #endif
 
-// The best path of this CPU and system. Newer names than AVX-512's are not known to every compiler: ask the CPU.
+// The best path of this CPU and system.
 int best_path() {
+  const int level = cpu_level();
+  if (level < AVX512) return level;
 #ifdef HAS_X86_PATHS
-  unsigned a, b, c, d, leaf7[4] = {}, leaf7_1[4] = {};
-  const auto has = [](auto... known) { return (known && ...); };
-#define KNOWN(name) __builtin_cpu_supports(name)
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(KNOWN("avx2"), KNOWN("fma"), c >> 29 & 1 /* f16c */)) return PLAIN;
-  if (!has(KNOWN("avx512f"), KNOWN("avx512bw"), KNOWN("avx512dq"), KNOWN("avx512vl"))) return AVX2;
-  __get_cpuid_count(7, 0, &leaf7[0], &leaf7[1], &leaf7[2], &leaf7[3]);
-  __get_cpuid_count(7, 1, &leaf7_1[0], &leaf7_1[1], &leaf7_1[2], &leaf7_1[3]);
-  if (!(leaf7_1[0] >> 5 & 1)) return AVX512;
-  if (!has(leaf7[3] >> 22 & 1, leaf7[3] >> 24 & 1)) return BF16;
+  unsigned a, b, c, d, a1, unused;
+  __get_cpuid_count(7, 0, &a, &b, &c, &d);
+  __get_cpuid_count(7, 1, &a1, &unused, &unused, &unused);
+  if (!(a1 >> 5 & 1)) return AVX512;
+  if (!(d >> 22 & 1) || !(d >> 24 & 1)) return BF16;
   return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? AMX : BF16;
-#else
-  return PLAIN;
 #endif
+  return level;
 }
 
 // `path`: -1 for the best. With fp32 x, those that need bf16 mean AVX512.

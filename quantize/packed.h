@@ -22,6 +22,10 @@
 #include <immintrin.h>
 #endif
 
+#define PLAIN 0
+#define AVX2 1
+#define AVX512 2
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -36,6 +40,19 @@ inline T load(const void* from) {
   T value;
   std::memcpy(&value, from, sizeof(T));
   return value;
+}
+
+// PLAIN, AVX2 (with FMA and F16C) or AVX512 (F, BW, DQ and VL): what this CPU has. CPUID for what compilers don't know.
+inline int cpu_level() {
+#ifdef HAS_X86_PATHS
+  unsigned a, b, c, d;
+  const auto has = [](auto... known) { return (known && ...); };
+#define KNOWN(name) __builtin_cpu_supports(name)
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(KNOWN("avx2"), KNOWN("fma"), c >> 29 & 1 /* f16c */)) return PLAIN;
+  return has(KNOWN("avx512f"), KNOWN("avx512bw"), KNOWN("avx512dq"), KNOWN("avx512vl")) ? AVX512 : AVX2;
+#else
+  return PLAIN;
+#endif
 }
 
 // The sizes of a product of x [rows, in] with packed weights.

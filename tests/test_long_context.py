@@ -61,15 +61,16 @@ def test_the_answer_ends_where_the_context_does(plain, prompt):
 
 
 def test_memory_is_what_explain_predicts_and_an_int8_cache_takes_half(plain, prompt, tmp_path):
-    """A parent that holds much must not show in a child's peak, so this one holds 2 GB."""
+    """A parent that holds much must not show in a child's peak, so this one holds 2 GB. In float32, where the cache is
+    largest beside what the products of a chunk hold for a while, which differs by tens of MB between kinds of CPU."""
     predicted, peak, cache = {}, {}, {}
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": [prompt]}))
     held = bytearray(b"x" * 2_000_000_000)
     for kind in ("auto", "int8"):
         command = [sys.executable, str(ROOT / "generate.py"), "--prompts", str(tmp_path / "prompts.jsonl"), "--raw"]
         command += ["--draft", "none", "--no-compile", "--explain", "--max-new-tokens", "4", "--kv-cache", kind]
-        command += ["--max-seq-len", str(LIMIT)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        command += ["--max-seq-len", str(LIMIT), "--dtype", "float32"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         figures = " ".join(done.stderr.split()).replace(",", "")
         assert f"{N_PROMPT} tokens" in figures
@@ -77,8 +78,9 @@ def test_memory_is_what_explain_predicts_and_an_int8_cache_takes_half(plain, pro
         peak[kind] = float(re.search(r"peak memory (\d+) MB", figures).group(1))
         cache[kind] = float(re.search(r"cache \w+ (\d+) MB", figures).group(1))
     del held
-    assert cache["auto"] == pytest.approx(sum(b.nbytes for b in plain.cache.buffers()) / 1e6, abs=1)
-    assert cache["int8"] == pytest.approx(cache["auto"] * (64 + 4) / 128, abs=1)
+    values = sum(b.numel() for b in plain.cache.buffers() if b.is_floating_point())
+    assert cache["auto"] == pytest.approx(4 * values / 1e6, abs=1)
+    assert cache["int8"] == pytest.approx(cache["auto"] * (64 + 4) / (4 * 64), abs=1)
     for kind in predicted:  # "beside the program itself": Python, torch, and a chunk's activations
         assert 200 < peak[kind] - predicted[kind] < 900
-    assert peak["auto"] - peak["int8"] == pytest.approx(predicted["auto"] - predicted["int8"], rel=0.4)
+    assert peak["auto"] - peak["int8"] == pytest.approx(predicted["auto"] - predicted["int8"], rel=0.25)

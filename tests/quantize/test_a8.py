@@ -14,11 +14,11 @@ def operators():
         pytest.skip("no C++ compiler")
 
 
-@pytest.fixture(params=["plain", "vnni"])
+@pytest.fixture(params=a8.PATHS)
 def path(request):
-    number = ["plain", "vnni"].index(request.param)
+    number = a8.PATHS.index(request.param)
     if number >= torch.ops.fastdecode.a8_paths():
-        pytest.skip("this CPU lacks AVX512-VNNI")
+        pytest.skip(f"this CPU lacks {request.param}")
     return number
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError):
             a8.linear(x, packed)
     with pytest.raises(RuntimeError):
-        torch.ops.fastdecode.linear_int4_a8(torch.randn(1, 64), packed.data, 2)
+        torch.ops.fastdecode.linear_int4_a8(torch.randn(1, 64), packed.data, len(a8.PATHS))
 
 
 def test_leading_dimensions_strides_and_no_rows():
