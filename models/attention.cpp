@@ -7,7 +7,7 @@
 // adds an exact zero, which is the same as a chunk that is left out because nobody may look there. (Paths differ in the
 // last bits, so one path serves all.)
 //
-// Here are the operator, its threads, and the choice of the best path that the CPU has, at run time. What computes,
+// Here are the operators, their threads, and the choice of the best path that the CPU has, at run time. What computes,
 // attention_path.h, is included once for each instruction set (PATH).
 
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
@@ -89,6 +89,12 @@ inline float load_bf16(const uint16_t* from) {
   return load<float>(&bits);
 }
 
+}  // namespace
+
+#include "new_rows.h"
+
+namespace {
+
 #define PATH PLAIN
 namespace plain {
 #include "attention_path.h"
@@ -161,17 +167,14 @@ std::vector<Chunk> chunks_in_use(const Job& job, int64_t batch, std::vector<int6
   return chunks;
 }
 
-// `path`: -1 for the best.
-Tensor attend(const Tensor& q_given, const Tensor& k_given, const Tensor& v_given, const Tensor& mask_given,
-              const std::optional<Tensor>& k_scale_given, const std::optional<Tensor>& v_scale_given, int64_t path) {
+// Queries `[batch, heads, rows, dim]`, of which the first three have `strides` in q, over keys and values with whole rows
+// -> `[batch, rows, heads, dim]`, in `shape`. `path`: -1 for the best.
+Tensor attended(const Tensor& q, int64_t heads, int64_t rows, const int64_t (&strides)[3], const Tensor& k, const Tensor& v,
+                const Tensor& mask_given, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                int64_t path, const std::vector<int64_t>& shape) {
   static const int best = best_path();
-  const Tensor q = with_whole_rows(q_given), k = with_whole_rows(k_given), v = with_whole_rows(v_given);
   const Tensor mask = with_whole_rows(mask_given);
-  std::optional<Tensor> k_scale, v_scale;
-  if (k_scale_given) k_scale = with_whole_rows(*k_scale_given);
-  if (v_scale_given) v_scale = with_whole_rows(*v_scale_given);
-  const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), dim = q.size(3);
-  const int64_t kv_heads = k.size(1), keys = mask.size(2);
+  const int64_t batch = q.size(0), dim = q.size(3), kv_heads = k.size(1), keys = mask.size(2);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16, codes = k.scalar_type() == ScalarType::Char;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Float, "q is bf16 or fp32");
   STD_TORCH_CHECK(codes || k.scalar_type() == ScalarType::BFloat16 || k.scalar_type() == ScalarType::Float,
@@ -187,7 +190,7 @@ Tensor attend(const Tensor& q_given, const Tensor& k_given, const Tensor& v_give
   STD_TORCH_CHECK(path <= best, "this CPU lacks path ", path);
 
   const int64_t group = heads / kv_heads, queries = group * rows;
-  Tensor y = torch::stable::new_empty(q, {batch, rows, heads, dim});
+  Tensor y = torch::stable::new_empty(q, shape);
   if (path < 0) path = best;
   if (!bf16 || k.scalar_type() != ScalarType::BFloat16) path = std::min<int64_t>(path, AVX512);
   std::vector<float> gathered(batch * heads * rows * dim);
@@ -198,7 +201,7 @@ Tensor attend(const Tensor& q_given, const Tensor& k_given, const Tensor& v_give
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++)
       for (int64_t n = 0; n < rows; n++) {
-        const int64_t at = b * q.stride(0) + h * q.stride(1) + n * q.stride(2);
+        const int64_t at = b * strides[0] + h * strides[1] + n * strides[2];
         const uint16_t* shorts = static_cast<const uint16_t*>(q.const_data_ptr()) + at;
         if (!bf16) std::memcpy(to, static_cast<const float*>(q.const_data_ptr()) + at, dim * 4);
         else if (path == BF16) std::memcpy(to, shorts, dim * 2);
@@ -225,16 +228,65 @@ Tensor attend(const Tensor& q_given, const Tensor& k_given, const Tensor& v_give
   const int64_t of_query = (1 + chunks.size() / std::max<int64_t>(batch, 1)) * dim;
   torch::stable::parallel_for(0, batch * kv_heads * queries, 1 + 4 * least / of_query,
                               [&](int64_t first, int64_t end) { combine(job, first, end); });
+  return y;
+}
+
+Tensor attend(const Tensor& q_given, const Tensor& k, const Tensor& v, const Tensor& mask,
+              const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t path) {
+  const Tensor q = with_whole_rows(q_given);
+  STD_TORCH_CHECK(q.dim() == 4, "q is [batch, heads, rows, dim]");
+  std::optional<Tensor> scales[2];
+  if (k_scale) scales[0] = with_whole_rows(*k_scale);
+  if (v_scale) scales[1] = with_whole_rows(*v_scale);
+  const Tensor y = attended(q, q.size(1), q.size(2), {q.stride(0), q.stride(1), q.stride(2)}, with_whole_rows(k),
+                            with_whole_rows(v), mask, scales[0], scales[1], path,
+                            {q.size(0), q.size(2), q.size(1), q.size(3)});
   return torch::stable::transpose(y, 1, 2);
+}
+
+// Of a projection's output: what is new is turned and stored, then its queries attend.
+Tensor attend_new(const Tensor& qkv_given, const Tensor& cos_given, const Tensor& sin_given, const Tensor& rows_given,
+                  const Tensor& mask, const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_scale,
+                  const std::optional<Tensor>& v_scale, int64_t path) {
+  const Tensor qkv = torch::stable::contiguous(qkv_given), cos = torch::stable::contiguous(cos_given);
+  const Tensor sin = torch::stable::contiguous(sin_given), cache_rows = torch::stable::contiguous(rows_given);
+  STD_TORCH_CHECK(qkv.dim() == 3 && k.dim() == 4 && v.dim() == 4, "qkv is [batch, rows, width], and caches have heads");
+  const int64_t batch = qkv.size(0), rows = qkv.size(1), kv_heads = k.size(1), dim = k.size(3);
+  const int64_t heads = dim ? qkv.size(2) / dim - 2 * kv_heads : 0;
+  const auto whole = [](const Tensor& x) { return x.stride(x.dim() - 1) == 1; };
+  const auto angles = [&](const Tensor& x) {
+    return x.scalar_type() == ScalarType::Float && (x.numel() == rows * dim || x.numel() == batch * rows * dim);
+  };
+  STD_TORCH_CHECK(qkv.scalar_type() == ScalarType::BFloat16 || qkv.scalar_type() == ScalarType::Float,
+                  "queries, keys and values are bf16 or fp32");
+  STD_TORCH_CHECK(heads > 0 && qkv.size(2) == (heads + 2 * kv_heads) * dim && v.size(1) == kv_heads && v.size(3) == dim &&
+                      k.size(0) == batch && v.size(0) == batch && v.size(2) == k.size(2),
+                  "the new rows do not fit the cache");
+  STD_TORCH_CHECK(whole(k) && whole(v) && (!k_scale || whole(*k_scale)) && (!v_scale || whole(*v_scale)),
+                  "the cache is written where it is");
+  STD_TORCH_CHECK(angles(cos) && angles(sin) && cos.size(0) == sin.size(0), "cos and sin are fp32, a head's for each row");
+  STD_TORCH_CHECK(cache_rows.scalar_type() == ScalarType::Long && cache_rows.numel() == batch * rows,
+                  "rows are int64, one for each new row");
+  STD_TORCH_CHECK((k.scalar_type() == ScalarType::Char) == k_scale.has_value() && k.scalar_type() == v.scalar_type() &&
+                      k_scale.has_value() == v_scale.has_value(), "int8 caches have scales, others none");
+  const Tensor q = turned_and_stored(qkv, cos, sin, cache_rows, cache_of(k, k_scale), cache_of(v, v_scale), kv_heads,
+                                     k.size(2), dim);
+  return attended(q, heads, rows, {rows * heads * dim, dim, heads * dim}, k, v, mask, k_scale, v_scale, path,
+                  {batch, rows, heads * dim});
 }
 
 int64_t path_count() { return best_path() + 1; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastdecode, m) {
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? k_scale, Tensor? v_scale, int path=-1) -> Tensor");
+  m.def("attend_new(Tensor qkv, Tensor cos, Tensor sin, Tensor rows, Tensor mask, Tensor(a!) k, Tensor(b!) v, "
+        "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, int path=-1) -> Tensor");
   m.def("attention_paths() -> int");
 }
-STABLE_TORCH_LIBRARY_IMPL(fastdecode, CPU, m) { m.impl("attend", TORCH_BOX(&attend)); }
+STABLE_TORCH_LIBRARY_IMPL(fastdecode, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_new", TORCH_BOX(&attend_new));
+}
 STABLE_TORCH_LIBRARY_IMPL(fastdecode, CompositeExplicitAutograd, m) {
   m.impl("attention_paths", TORCH_BOX(&path_count));
 }

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from models import native
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "attention_path.h"))
+SOURCES = (
+    *map(Path(__file__).with_name, ("attention.cpp", "attention_path.h", "new_rows.h")),  # the first includes the rest
+    native.EACH_CPU,
+)
 PATHS = ("plain", "avx2", "avx512", "bf16")  # as in attention.cpp; each CPU has the first few
 MOST_ROWS = 16
 LARGEST_HEAD = 256
@@ -28,6 +31,21 @@ def attend(
     `operators()` before a stored program that contains this is loaded.
     """
     return torch.ops.fastdecode.attend(q, k, v, mask, k_scale, v_scale)
+
+
+def attend_new(qkv: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, mask: Tensor, *cache: Tensor) -> Tensor:
+    """`qkv [B, N, (H + 2 H_kv) D]`, a layer's new queries, keys and values -> what its queries mix, `[B, N, H D]`.
+
+    Queries and keys are turned by `cos, sin [B, 1, N, D]` (fp32); keys and values are stored at `rows [B, N]` (int64)
+    of `cache` (what KVCache.layer gives), which `mask [B, N, S]` then looks at. To the last bit what `rope.rotate`,
+    `cache.write_layer` and `attend` do. For what `takes_new` says yes to; RuntimeError for anything else.
+    """
+    return torch.ops.fastdecode.attend_new(qkv, cos, sin, rows, mask, *cache)
+
+
+def takes_new(qkv: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> bool:
+    """Whether `attend_new` is there and is for such tensors."""
+    return k.dtype in (qkv.dtype, torch.int8) and takes(qkv.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2), k, v)
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -48,10 +66,11 @@ def available() -> bool:
 @functools.cache
 def operators() -> Path | None:
     """Build, where it is not in the user's cache, and load attention.cpp; its library, or None where that cannot be
-    done. Also tells torch.compile the shape of what the operator returns."""
+    done. Also tells torch.compile the shape of what its operators return."""
     library = native.load(SOURCES)
     if library is not None:
         torch.library.register_fake("fastdecode::attend", _output_like)
+        torch.library.register_fake("fastdecode::attend_new", _output_of_new)
     return library
 
 
@@ -60,3 +79,10 @@ def _output_like(
 ) -> Tensor:
     batch, n_heads, n, head_dim = q.shape
     return q.new_empty(batch, n, n_heads, head_dim).transpose(1, 2)
+
+
+def _output_of_new(
+    qkv: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, mask: Tensor, k: Tensor, *rest: object, **named: object
+) -> Tensor:
+    _, n_kv_heads, _, head_dim = k.shape
+    return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] - 2 * n_kv_heads * head_dim)

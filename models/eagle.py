@@ -136,8 +136,8 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(state)
         both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         state = normed if self.norm_before_residual else state
-        state = state + self.self_attn(both, rows, mask, cos, sin, *cache)
-        return state + self.mlp(self.post_attention_layernorm(state))
+        state = self.self_attn(both, None, state, rows, mask, cos, sin, *cache)
+        return self.mlp(state, self.post_attention_layernorm)
 
 
 class Eagle3Head(DraftHead):

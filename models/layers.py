@@ -69,9 +69,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Linear(nn.Linear):
     """nn.Linear whose rows do not depend on their number; see `linear`."""
 
+    is_operator = False
+
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., K]` -> `[..., M]`."""
         return linear(x, self.weight, self.bias)
+
+    def surrounded(
+        self, x: Tensor, norm: nn.Module | None = None, gate: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `surrounded`. Layers on quantized weights, which stand here as well, make one operator of it."""
+        return surrounded(self, x, norm, gate, residual)
+
+
+def surrounded(linear: nn.Module, x: Tensor, norm: nn.Module | None, gate: bool, residual: Tensor | None) -> Tensor:
+    """`linear`, of `norm(x)`, or of `silu(x's first half) * second half` for `gate`; added to `residual`, if any."""
+    if norm is not None:
+        x = norm(x)
+    if gate:
+        gates, ups = x.chunk(2, dim=-1)
+        x = F.silu(gates) * ups
+    y = linear(x)
+    return y if residual is None else residual + y
 
 
 class Embedding(nn.Embedding):
@@ -86,6 +105,7 @@ class Attention(nn.Module):
     """Self-attention with rotary positions; optional bias (Qwen2) and per-head norms on q and k (Qwen3).
 
     `input_size`: width of what it reads, where that is not the hidden size (EAGLE-3's first layer).
+    Where its products are operators of our own (quantize/linear.py), so is all between them, if it can be.
     """
 
     def __init__(self, config: ModelConfig, input_size: int | None = None):
@@ -94,24 +114,44 @@ class Attention(nn.Module):
         width = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, width, bias=config.qkv_bias)
         self.o_proj = Linear(self.n_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.norms_heads = config.qk_norm
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Tensor:
-        """`x [B, N, h]` (or `input_size` wide) -> `[B, N, h]`; writes the new keys and values, then reads S rows.
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        residual: Tensor,
+        rows: Tensor,
+        mask: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *cache: Tensor,
+    ) -> Tensor:
+        """`residual [B, N, h]` plus attention of `norm(x)`; writes the new keys and values, then reads S rows.
 
-        `rows [B, N]` int64: cache rows to write. `mask [B, N, S]` bool: which of the first S rows (the bucket) each
-        query attends. `cos, sin [B, 1, N, D]` fp32. `cache`: what KVCache.layer gives, 2 tensors or 4.
+        `x [B, N, h]` (or `input_size` wide). `rows [B, N]` int64: cache rows to write. `mask [B, N, S]` bool: which of
+        the first S rows (the bucket) each query attends. `cos, sin [B, 1, N, D]` fp32. `cache`: what KVCache.layer
+        gives, 2 tensors or 4.
         """
         batch, n, _ = x.shape
-        heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)
+        qkv = self.qkv_proj.surrounded(x, norm)
+        if self.by_operators and attention.takes_new(qkv, *cache):
+            return self.o_proj.surrounded(attention.attend_new(qkv, cos, sin, rows, mask, *cache), residual=residual)
+        heads = qkv.view(batch, n, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
         q = rotate(self.q_norm(q), cos, sin)
         k = rotate(self.k_norm(k), cos, sin)
         write_layer(cache, rows, k, v)
         k, v, *scales = (part[:, :, : mask.shape[-1]] for part in cache)
         y = attend(q, k, v, mask, *scales)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, n, -1))
+        return self.o_proj.surrounded(y.transpose(1, 2).reshape(batch, n, -1), residual=residual)
+
+    @property
+    def by_operators(self) -> bool:
+        """Whether few rows may go through operators alone, of which the compiler sees nothing but the calls."""
+        return self.qkv_proj.is_operator and self.o_proj.is_operator and not self.norms_heads
 
 
 class SwiGLU(nn.Module):
@@ -122,9 +162,9 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """`x [B, N, h]` plus this of `norm(x)`."""
+        return self.down_proj.surrounded(self.gate_up_proj.surrounded(x, norm), gate=True, residual=x)
 
 
 class Experts(nn.Module):
@@ -162,12 +202,13 @@ class SparseExperts(nn.Module):
         self.gate = Linear(config.hidden_size, config.n_experts, bias=False)
         self.experts = Experts(config.n_experts, config.hidden_size, config.moe_intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """`x [B, N, h]` plus this of `norm(x)`."""
+        tokens = norm(x).reshape(-1, x.shape[-1])
         weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.per_token, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return self.experts(tokens, chosen, weights).view_as(x)
+        return x + self.experts(tokens, chosen, weights).view_as(x)
 
 
 class DecoderLayer(nn.Module):
@@ -181,9 +222,19 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    # Layers of one shape are compiled once and stamped out. Plain tensors as arguments keep the matching cheap.
-    @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Tensor:
         """`x [B, N, h]` -> `[B, N, h]`. Arguments as for `Attention`."""
-        x = x + self.self_attn(self.input_layernorm(x), rows, mask, cos, sin, *cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        by_operators = self.self_attn.by_operators and x.shape[1] <= FEW_ROWS
+        compute = self.compute if by_operators else self.compute_in_region
+        return compute(x, rows, mask, cos, sin, *cache)
+
+    def compute(self, x: Tensor, *arguments: Tensor) -> Tensor:
+        """As `forward`."""
+        return self.mlp(self.self_attn(x, self.input_layernorm, x, *arguments), self.post_attention_layernorm)
+
+    # Layers of one shape are compiled once and stamped out. Plain tensors as arguments keep the matching cheap.
+    # Operators that write into a cache cannot be in a region (torch 2.13), and have no need of one.
+    @torch.compiler.nested_compile_region
+    def compute_in_region(self, x: Tensor, *arguments: Tensor) -> Tensor:
+        """As `forward`."""
+        return self.compute(x, *arguments)

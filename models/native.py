@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 DIGEST_BYTES = 32
+EACH_CPU = Path(__file__).with_name("each_cpu.h")  # what operators of other packages may include, too
 
 
 def cache_folder() -> Path:

@@ -13,8 +13,7 @@
 // included once for each instruction set (PATH).
 
 #include "packed.h"
-
-#include <cmath>
+#include "surround.h"
 
 #define VNNI 3
 
@@ -28,6 +27,7 @@ struct Job : Sizes {
   const int32_t* sums;    // [rows, groups]: of q
   const uint8_t* packed;  // [blocks, groups, bytes]
   void* y;                // [rows, blocks * 32]
+  const void* residual;   // the same, or null
 };
 
 // Where in its eight columns a column's q is laid down.
@@ -38,7 +38,14 @@ inline float constant(const uint8_t* from, int i, bool half) {
 }
 
 inline void store_y(const Job& job, int64_t at, float value) {
-  if (!job.bf16) return (void)std::memcpy((float*)job.y + at, &value, 4);
+  if (!job.bf16) {
+    ((float*)job.y)[at] = job.residual ? ((const float*)job.residual)[at] + value : value;
+    return;
+  }
+  if (job.residual) {
+    const uint32_t wide = uint32_t(((const uint16_t*)job.residual)[at]) << 16;
+    value = load<float>(&wide) + value;
+  }
   const uint32_t bits = load<uint32_t>(&value);
   const uint32_t rounded = value == value ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;  // to even; NaN stays
   ((uint16_t*)job.y)[at] = rounded >> 16;
@@ -78,9 +85,10 @@ int best_path() {
 
 // `path`: -1 for the best.
 template <int bits>
-Tensor linear(const Tensor& x_given, const Tensor& packed, int64_t path) {
+Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<Tensor>& norm, double eps, bool gate,
+              const std::optional<Tensor>& residual, int64_t path) {
   static const int best = best_path();
-  const Tensor x = torch::stable::contiguous(x_given);
+  const Tensor x = surrounded_input(x_given, norm, eps, gate);
   const Sizes sizes = sizes_of<bits>(x, packed);
   STD_TORCH_CHECK(path <= best, "this CPU lacks path ", path);
   Tensor y = new_output(x, sizes);
@@ -110,15 +118,17 @@ Tensor linear(const Tensor& x_given, const Tensor& packed, int64_t path) {
     round(values, sizes.group, q.data() + part * sizes.group, &scales[part], &sums[part]);
   }
   over_blocks(Job{sizes, q.data(), scales.data(), sums.data(), static_cast<const uint8_t*>(packed.const_data_ptr()),
-                  y.mutable_data_ptr()}, run);
+                  y.mutable_data_ptr(), residual_data(residual, y)}, run);
   return y;
 }
 
 int64_t path_count() { return best_path() + 1; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastdecode, m) {
-  m.def("linear_int4_a8(Tensor x, Tensor packed, int path=-1) -> Tensor");
-  m.def("linear_int8_a8(Tensor x, Tensor packed, int path=-1) -> Tensor");
+  m.def("linear_int4_a8(Tensor x, Tensor packed, Tensor? norm=None, float eps=0, bool gate=False, "
+        "Tensor? residual=None, int path=-1) -> Tensor");
+  m.def("linear_int8_a8(Tensor x, Tensor packed, Tensor? norm=None, float eps=0, bool gate=False, "
+        "Tensor? residual=None, int path=-1) -> Tensor");
   m.def("a8_paths() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(fastdecode, CPU, m) {

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantize.cpu import PackedCPU, loaded, unpack
+from quantize.cpu import SHARED, PackedCPU, loaded, unpack
 
 PATHS = ("plain", "avx2", "avx512", "vnni")  # as in a8.cpp; each CPU has the first few
-SOURCES = tuple(map(Path(__file__).with_name, ("a8.cpp", "a8_path.h", "packed.h")))  # the first includes the rest
+SOURCES = (*map(Path(__file__).with_name, ("a8.cpp", "a8_path.h")), *SHARED)  # the first includes the rest
 LEAST = 1e-30  # a group of inputs below it counts as zeros, as in a8.cpp
 
 
@@ -41,9 +41,13 @@ def linear(x: Tensor, packed: PackedCPU) -> Tensor:
     """
     if not available():
         return linear_reference(x, packed)
-    operator = torch.ops.fastdecode.linear_int4_a8 if packed.bits == 4 else torch.ops.fastdecode.linear_int8_a8
-    y = operator(x, packed.data)
+    y = operator(packed.bits)(x, packed.data)
     return y if y.shape[-1] == packed.out_features else y[..., : packed.out_features]
+
+
+def operator(bits: int) -> torch._ops.OpOverloadPacket:
+    """As `cpu.operator`; what is rounded to 8 bits is the product's input."""
+    return torch.ops.fastdecode.linear_int4_a8 if bits == 4 else torch.ops.fastdecode.linear_int8_a8
 
 
 @torch.compiler.assume_constant_result  # else the compiler would trace into building it

@@ -10,6 +10,7 @@
 // cpu_path.h, is included once for each instruction set (PATH).
 
 #include "packed.h"
+#include "surround.h"
 
 #define BF16 3  // AVX512-BF16: products of pairs of bf16, summed in fp32; for bf16 x
 #define AMX 4   // tiles of the same; for bf16 x
@@ -30,6 +31,7 @@ struct Job : Sizes {
   const float* x_sums;    // [rows, groups]; for 4 bits
   const uint8_t* packed;  // [blocks, groups, bytes]
   void* y;                // [rows, blocks * 32], of the type of x
+  const void* residual;   // the same, or null
 };
 
 #define PATH PLAIN
@@ -76,11 +78,12 @@ int best_path() {
   return level;
 }
 
-// `path`: -1 for the best. With fp32 x, those that need bf16 mean AVX512.
+// y = x @ w.T, and what surrounds it: surround.h. `path`: -1 for the best. With fp32 x, those of bf16 mean AVX512.
 template <int bits>
-Tensor linear(const Tensor& x_given, const Tensor& packed, int64_t path) {
+Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<Tensor>& norm, double eps, bool gate,
+              const std::optional<Tensor>& residual, int64_t path) {
   static const int best = best_path();
-  const Tensor x = torch::stable::contiguous(x_given);
+  const Tensor x = surrounded_input(x_given, norm, eps, gate);
   const Sizes sizes = sizes_of<bits>(x, packed);
   STD_TORCH_CHECK(path <= best, "this CPU lacks path ", path);
   Tensor y = new_output(x, sizes);
@@ -98,7 +101,8 @@ Tensor linear(const Tensor& x_given, const Tensor& packed, int64_t path) {
   std::vector<float> x_floats(sizes.bf16 && path < BF16 ? sizes.rows * sizes.in : 0);
   std::vector<float> x_sums(bits == 4 ? sizes.rows * sizes.groups : 0);
   Job job{sizes, x.const_data_ptr(), x_floats.data(), x_sums.data(),
-          static_cast<const uint8_t*>(packed.const_data_ptr()), y.mutable_data_ptr()};
+          static_cast<const uint8_t*>(packed.const_data_ptr()), y.mutable_data_ptr(),
+          residual_data(residual, y)};
   prepare(job, x_floats.empty() ? nullptr : x_floats.data(), x_sums.empty() ? nullptr : x_sums.data());
   if (!sizes.bf16) job.x_floats = static_cast<const float*>(job.x);
   over_blocks(job, run);
@@ -108,8 +112,10 @@ Tensor linear(const Tensor& x_given, const Tensor& packed, int64_t path) {
 int64_t path_count() { return best_path() + 1; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastdecode, m) {
-  m.def("linear_int4(Tensor x, Tensor packed, int path=-1) -> Tensor");
-  m.def("linear_int8(Tensor x, Tensor packed, int path=-1) -> Tensor");
+  m.def("linear_int4(Tensor x, Tensor packed, Tensor? norm=None, float eps=0, bool gate=False, "
+        "Tensor? residual=None, int path=-1) -> Tensor");
+  m.def("linear_int8(Tensor x, Tensor packed, Tensor? norm=None, float eps=0, bool gate=False, "
+        "Tensor? residual=None, int path=-1) -> Tensor");
   m.def("cpu_paths() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(fastdecode, CPU, m) {

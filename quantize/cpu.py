@@ -16,7 +16,8 @@ from torch import Tensor
 from models import native
 from quantize.storage import Quantized
 
-SOURCES = tuple(map(Path(__file__).with_name, ("cpu.cpp", "cpu_path.h", "packed.h")))  # the first includes the rest
+SHARED = (*map(Path(__file__).with_name, ("packed.h", "surround.h")), native.EACH_CPU)
+SOURCES = (*map(Path(__file__).with_name, ("cpu.cpp", "cpu_path.h")), *SHARED)  # the first includes the rest
 PATHS = ("plain", "avx2", "avx512", "bf16", "amx")  # as in cpu.cpp; each CPU has the first few
 BLOCK = 32  # outputs
 
@@ -116,9 +117,14 @@ def linear(x: Tensor, packed: PackedCPU) -> Tensor:
     """
     if not available():
         return linear_reference(x, packed)
-    operator = torch.ops.fastdecode.linear_int4 if packed.bits == 4 else torch.ops.fastdecode.linear_int8
-    y = operator(x, packed.data)
+    y = operator(packed.bits)(x, packed.data)
     return y if y.shape[-1] == packed.out_features else y[..., : packed.out_features]
+
+
+def operator(bits: int) -> torch._ops.OpOverloadPacket:
+    """The operator for weights of `bits`, once it is loaded: of x, packed weights, and what surrounds the product
+    (`models.layers.surrounded`): a norm's weight and eps, whether x is gated, the residual."""
+    return torch.ops.fastdecode.linear_int4 if bits == 4 else torch.ops.fastdecode.linear_int8
 
 
 @torch.compiler.assume_constant_result  # else the compiler would trace into building it
@@ -143,5 +149,5 @@ def loaded(sources: Sequence[Path], names: Sequence[str]) -> Path | None:
     return library
 
 
-def _output_like(x: Tensor, packed: Tensor, path: int = -1) -> Tensor:
+def _output_like(x: Tensor, packed: Tensor, *surrounding: object, **named: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0] * BLOCK)

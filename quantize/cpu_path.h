@@ -147,6 +147,9 @@ inline int multiply_some(int rows, const X* x, int64_t stride, const Weights* w,
 #endif
 
 inline void store_y(const Job& job, int64_t at, Floats value) {
+  if (job.residual && !job.bf16) value += load<Floats>((const float*)job.residual + at);
+  if (job.residual && job.bf16)
+    value += (Floats)(__builtin_convertvector(load<Shorts>((const uint16_t*)job.residual + at), Ints) << 16);
   if (!job.bf16) return (void)std::memcpy((float*)job.y + at, &value, sizeof(value));
   const Ints bits = (Ints)value;
   const Ints rounded = value == value ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;  // to even; NaN stays

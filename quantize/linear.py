@@ -6,6 +6,7 @@ Their parameters are packed for one device at load and never written back; a fil
 import torch
 from torch import Tensor, nn
 
+from models.layers import surrounded
 from quantize import a8, cpu, kernels
 from quantize.storage import Quantized
 
@@ -45,6 +46,23 @@ class QuantizedLinear(nn.Module):
             # float16 is not one of the operators' dtypes
             y = linear(x.float(), self.packed).to(x.dtype) if x.dtype == torch.float16 else linear(x, self.packed)
         return y if self.bias is None else y + self.bias
+
+    def surrounded(
+        self, x: Tensor, norm: nn.Module | None = None, gate: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        """As `models.layers.surrounded` says; on the CPU one operator, which rounds between them less often."""
+        linear = a8 if self.rounds_input else cpu
+        known = x.dtype in (torch.float32, torch.bfloat16) and (norm is None or isinstance(norm, nn.RMSNorm))
+        if not (self.is_operator and known and linear.available()):
+            return surrounded(self, x, norm, gate, residual)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return linear.operator(self.bits)(x, self.data, weight, eps, gate, residual)
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether this is one operator with what surrounds it; see `models.layers.Attention`."""
+        whole = self.bias is None and self.column_order is None and self.out_features % cpu.BLOCK == 0
+        return whole and not self.on_cuda and cpu.available()
 
     @property
     def packed(self) -> cpu.PackedCPU:

@@ -13,7 +13,9 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11 && !defined(__clang__)

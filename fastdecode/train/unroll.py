@@ -47,7 +47,7 @@ def unroll(head: DraftHead, next_ids: Tensor, features: Tensor, n_steps: int, ro
             elif come is not None:
                 y = y.index_select(0, rows)
             state = state + layer.self_attn.o_proj(y)
-            state = state + layer.mlp(layer.post_attention_layernorm(state))
+            state = layer.mlp(state, layer.post_attention_layernorm)
         for_logits = state
         if hasattr(head, "norm"):
             for_logits = head.norm(state)

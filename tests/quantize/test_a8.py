@@ -24,7 +24,7 @@ def path(request):
 
 def by_path(x, packed, path):
     operator = torch.ops.fastdecode.linear_int4_a8 if packed.bits == 4 else torch.ops.fastdecode.linear_int8_a8
-    return operator(x, packed.data, path)[..., : packed.out_features]
+    return operator(x, packed.data, path=path)[..., : packed.out_features]
 
 
 def by_definition(x, weight):
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError):
             a8.linear(x, packed)
     with pytest.raises(RuntimeError):
-        torch.ops.fastdecode.linear_int4_a8(torch.randn(1, 64), packed.data, len(a8.PATHS))
+        torch.ops.fastdecode.linear_int4_a8(torch.randn(1, 64), packed.data, path=len(a8.PATHS))
 
 
 def test_leading_dimensions_strides_and_no_rows():

@@ -47,7 +47,7 @@ def random_weight(n, k, bits, group, dtype=torch.float16) -> Quantized:
 
 def by_path(x, packed, path):
     operator = torch.ops.fastdecode.linear_int4 if packed.bits == 4 else torch.ops.fastdecode.linear_int8
-    return operator(x, packed.data, path)[..., : packed.out_features]
+    return operator(x, packed.data, path=path)[..., : packed.out_features]
 
 
 def relative_error(y, x, weight):

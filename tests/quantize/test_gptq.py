@@ -211,7 +211,7 @@ def test_hessians_of_experts_are_of_the_tokens_that_they_get(family, tmp_path):
         hessians = calibration.layer(i, layer)
         if isinstance(layer.mlp, SparseExperts):
             entering = []
-            handle = layer.mlp.register_forward_pre_hook(lambda _, args: entering.append(args[0]))  # noqa: B023
+            handle = layer.mlp.register_forward_pre_hook(lambda _, args: entering.append(args[1](args[0])))  # noqa: B023
             calibration.advance(layer)
             handle.remove()
             x = torch.cat(entering).flatten(0, 1)
