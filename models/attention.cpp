@@ -21,6 +21,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -292,3 +293,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastdecode, CompositeExplicitAutograd, m) {
 }
 
 }  // namespace
+
+#include "whole_layer.h"

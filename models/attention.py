@@ -13,8 +13,8 @@ from torch import Tensor
 from models import native
 
 SOURCES = (
-    *map(Path(__file__).with_name, ("attention.cpp", "attention_path.h", "new_rows.h")),  # the first includes the rest
-    native.EACH_CPU,
+    *map(Path(__file__).with_name, ("attention.cpp", "attention_path.h", "new_rows.h", "whole_layer.h")),
+    native.EACH_CPU,  # the first includes the rest
 )
 PATHS = ("plain", "avx2", "avx512", "bf16")  # as in attention.cpp; each CPU has the first few
 MOST_ROWS = 16
@@ -43,14 +43,14 @@ def attend_new(qkv: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, mask: Tensor
     return torch.ops.fastdecode.attend_new(qkv, cos, sin, rows, mask, *cache)
 
 
-def takes_new(qkv: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> bool:
-    """Whether `attend_new` is there and is for such tensors."""
-    return k.dtype in (qkv.dtype, torch.int8) and takes(qkv.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2), k, v)
+def takes_new(x: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> bool:
+    """Whether `attend_new` is there, and is for rows like those of `x [B, N, any]` and such a cache."""
+    return k.dtype in (x.dtype, torch.int8) and takes(x[:, None], k, v)
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the operator is there and is for such tensors (shapes as for `attend`). It has no gradients."""
-    n, head_dim = q.shape[2:]
+    n, head_dim = q.shape[2], k.shape[3]
     known = q.dtype in (torch.bfloat16, torch.float32) and k.dtype in (torch.bfloat16, torch.float32, torch.int8)
     fits = q.device.type == "cpu" and n <= MOST_ROWS and head_dim % 16 == 0 and head_dim <= LARGEST_HEAD
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -71,6 +71,7 @@ def operators() -> Path | None:
     if library is not None:
         torch.library.register_fake("fastdecode::attend", _output_like)
         torch.library.register_fake("fastdecode::attend_new", _output_of_new)
+        torch.library.register_fake("fastdecode::decoder_layer", _output_of_layer)
     return library
 
 
@@ -86,3 +87,7 @@ def _output_of_new(
 ) -> Tensor:
     _, n_kv_heads, _, head_dim = k.shape
     return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] - 2 * n_kv_heads * head_dim)
+
+
+def _output_of_layer(x: Tensor, *rest: object, **named: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

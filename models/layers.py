@@ -69,7 +69,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Linear(nn.Linear):
     """nn.Linear whose rows do not depend on their number; see `linear`."""
 
-    is_operator = False
+    operator_name = None  # of what multiplies by it on the CPU, for weights that have one: see quantize/linear.py
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., K]` -> `[..., M]`."""
@@ -104,8 +104,8 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     """Self-attention with rotary positions; optional bias (Qwen2) and per-head norms on q and k (Qwen3).
 
-    `input_size`: width of what it reads, where that is not the hidden size (EAGLE-3's first layer).
-    Where its products are operators of our own (quantize/linear.py), so is all between them, if it can be.
+    `input_size`: width of what it reads, where that is not the hidden size: in EAGLE-3's first layer, which no compiled
+    region holds, so that few new rows are turned, stored and attended by one operator, where there is one.
     """
 
     def __init__(self, config: ModelConfig, input_size: int | None = None):
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         width = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, width, bias=config.qkv_bias)
         self.o_proj = Linear(self.n_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
-        self.norms_heads = config.qk_norm
+        self.norms_heads, self.in_region = config.qk_norm, input_size is None
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -137,7 +137,7 @@ class Attention(nn.Module):
         """
         batch, n, _ = x.shape
         qkv = self.qkv_proj.surrounded(x, norm)
-        if self.by_operators and attention.takes_new(qkv, *cache):
+        if not self.in_region and not self.norms_heads and attention.takes_new(qkv, *cache):
             return self.o_proj.surrounded(attention.attend_new(qkv, cos, sin, rows, mask, *cache), residual=residual)
         heads = qkv.view(batch, n, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
@@ -147,11 +147,6 @@ class Attention(nn.Module):
         k, v, *scales = (part[:, :, : mask.shape[-1]] for part in cache)
         y = attend(q, k, v, mask, *scales)
         return self.o_proj.surrounded(y.transpose(1, 2).reshape(batch, n, -1), residual=residual)
-
-    @property
-    def by_operators(self) -> bool:
-        """Whether few rows may go through operators alone, of which the compiler sees nothing but the calls."""
-        return self.qkv_proj.is_operator and self.o_proj.is_operator and not self.norms_heads
 
 
 class SwiGLU(nn.Module):
@@ -224,17 +219,29 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Tensor:
         """`x [B, N, h]` -> `[B, N, h]`. Arguments as for `Attention`."""
-        by_operators = self.self_attn.by_operators and x.shape[1] <= FEW_ROWS
-        compute = self.compute if by_operators else self.compute_in_region
-        return compute(x, rows, mask, cos, sin, *cache)
+        if not self.by_operators or not attention.takes_new(x, *cache):
+            return self.compute_in_region(x, rows, mask, cos, sin, *cache)
+        k, v, k_scale, v_scale = (*cache, None, None)[:4]
+        first, second, linears = self.input_layernorm, self.post_attention_layernorm, self.linears
+        norms = (first.weight, first.eps, second.weight, second.eps)
+        weights, names = [linear.data for linear in linears], [linear.operator_name for linear in linears]
+        layer = torch.ops.fastdecode.decoder_layer
+        return layer(x, rows, mask, cos, sin, k, v, k_scale, v_scale, *norms, *weights, *names)
 
-    def compute(self, x: Tensor, *arguments: Tensor) -> Tensor:
-        """As `forward`."""
-        return self.mlp(self.self_attn(x, self.input_layernorm, x, *arguments), self.post_attention_layernorm)
+    @property
+    def linears(self) -> list[nn.Module]:
+        """The four products of a dense layer, in order."""
+        return [self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
 
-    # Layers of one shape are compiled once and stamped out. Plain tensors as arguments keep the matching cheap.
-    # Operators that write into a cache cannot be in a region (torch 2.13), and have no need of one.
+    @property
+    def by_operators(self) -> bool:
+        """Whether few rows may go through one operator, of which the compiler sees nothing but the call."""
+        norms = isinstance(self.input_layernorm, nn.RMSNorm) and not self.self_attn.norms_heads
+        return norms and isinstance(self.mlp, SwiGLU) and all(linear.operator_name for linear in self.linears)
+
+    # Layers of one shape are compiled once and stamped out. Plain tensors as arguments keep the matching cheap. (What
+    # writes into a cache and is no operator of torch's own cannot be in such a region: torch 2.13.)
     @torch.compiler.nested_compile_region
     def compute_in_region(self, x: Tensor, *arguments: Tensor) -> Tensor:
-        """As `forward`."""
-        return self.compute(x, *arguments)
+        """As `forward`, which it is but for `DecoderLayer.by_operators`."""
+        return self.mlp(self.self_attn(x, self.input_layernorm, x, *arguments), self.post_attention_layernorm)

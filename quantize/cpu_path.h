@@ -49,6 +49,18 @@ typedef Floats Weights[kVectors];  // of one column
 constexpr int kColumns = 1;
 constexpr int kTogether = PATH == AVX512 ? 8 : PATH == AVX2 ? 2 : 1;  // rows whose sums fit the registers
 
+// Column i of those in a vector of lanes.
+template <int bits>
+inline Floats column_of(Ints lanes, int i) {
+  const int shift = bits == 4 ? 4 * (i / 2) + 16 * (i % 2) : 24 - 8 * i;
+#if PATH == AVX512
+  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);  // by an index's last 4 bits
+  if (bits == 4) return (Floats)_mm512_permutexvar_ps((__m512i)(lanes >> shift), table);
+#endif
+  const Ints value = bits == 4 ? lanes >> shift & 15 : lanes << shift >> 24;
+  return __builtin_convertvector(value, Floats);
+}
+
 template <int bits>
 inline void unpack(const uint8_t* q, int group, Weights* w) {
   for (int half = 0; half < 2; half++)
@@ -56,17 +68,49 @@ inline void unpack(const uint8_t* q, int group, Weights* w) {
       for (int vector = half * kVectors / 2; vector < (half + 1) * kVectors / 2; vector++, q += 4 * kWidth) {
         const Ints lanes = load<Ints>(q);
 #pragma GCC unroll 8
-        for (int i = 0; i < 32 / bits; i++) {
-          const Ints value = bits == 4 ? lanes >> (4 * (i / 2) + 16 * (i % 2)) & 15 : lanes << (24 - 8 * i) >> 24;
-          w[column + i][vector] = __builtin_convertvector(value, Floats);
-        }
+        for (int i = 0; i < 32 / bits; i++) w[column + i][vector] = column_of<bits>(lanes, i);
       }
 }
 
 inline Floats multiply_add(Floats sum, const X* x, Floats weights) { return sum + *x * weights; }
 
+constexpr int kFew = PATH == AVX512 ? 4 : 1;  // rows whose sums leave registers for unpacking
+
+// sums [n, vectors] of n rows of x, `stride` apart, over one group that is unpacked on the way; each as `multiply` has it.
+template <int bits, int n>
+APART void multiply_packed(const X* x, int64_t stride, const uint8_t* q, int group, Floats (*sums)[kVectors]) {
+  constexpr int kHalf = kVectors / 2;  // vectors of 16 outputs
+  Floats sum[n][kVectors] = {};
+  for (int column = 0; column < group; column += 32 / bits, q += 64) {
+    Ints lanes[kVectors];
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; vector++)
+      lanes[vector] = load<Ints>(q + vector / kHalf * group * bits * 2 + vector % kHalf * 4 * kWidth);
+#pragma GCC unroll 8
+    for (int i = 0; i < 32 / bits; i++)
+#pragma GCC unroll 8
+      for (int vector = 0; vector < kVectors; vector++) {
+        const Floats weights = column_of<bits>(lanes[vector], i);
+#pragma GCC unroll 8
+        for (int row = 0; row < n; row++)
+          sum[row][vector] = multiply_add(sum[row][vector], x + row * stride + column + i, weights);
+      }
+  }
+  std::memcpy(sums, sum, sizeof(sum));
+}
+
+// The same for `rows` rows, of which there are at most kFew.
+template <int bits>
+inline void multiply_few(int rows, const X* x, int64_t stride, const uint8_t* q, int group, Floats (*sums)[kVectors]) {
+  if (rows == 1) return multiply_packed<bits, 1>(x, stride, q, group, sums);
+  if (rows == 2) return multiply_packed<bits, std::min(2, kFew)>(x, stride, q, group, sums);
+  if (rows == 3) return multiply_packed<bits, std::min(3, kFew)>(x, stride, q, group, sums);
+  return multiply_packed<bits, std::min(4, kFew)>(x, stride, q, group, sums);
+}
+
 #else
 
+constexpr int kFew = 0;
 typedef uint16_t X;
 typedef __m512i Weights[kVectors];  // of a pair of columns: two bf16 to each output
 constexpr int kColumns = 2;
@@ -175,7 +219,8 @@ void run(const Job& job, int64_t first_block, int64_t end_block) {
 #endif
       const uint8_t* part = job.packed + block * job.groups * job.bytes;
       const int q_at = n_constants * constant_bytes * kOutputs;
-      unpack<bits>(part + q_at, job.group, w);
+      const bool whole = n > kFew;  // whether a group is unpacked before anything is multiplied
+      if (whole) unpack<bits>(part + q_at, job.group, w);
       for (int64_t group = 0; group < job.groups; group++, part += job.bytes) {
         for (int64_t line = 0; line < job.bytes; line += 64) __builtin_prefetch(part + kAhead + line);
         const X* x_group = x + row0 * job.in + group * job.group;
@@ -185,11 +230,14 @@ void run(const Job& job, int64_t first_block, int64_t end_block) {
           multiply_tiles(x_group + first * job.in, job.in, w, job.group, sums + first);
         }
 #else
-        for (int row = 0; row < n;)
+#if PATH <= AVX512
+        if (!whole) multiply_few<bits>(n, x_group, job.in, part + q_at, job.group, sums);
+#endif
+        for (int row = 0; row < n && whole;)
           row += multiply_some(n - row, x_group + row * job.in, job.in, w, job.group, sums + row);
 #endif
         // The next group's weights before this one's sums: what has just been stored from tiles is slow to be read.
-        if (group + 1 < job.groups) unpack<bits>(part + job.bytes + q_at, job.group, w);
+        if (whole && group + 1 < job.groups) unpack<bits>(part + job.bytes + q_at, job.group, w);
         for (int i = 0; i < n_constants * kVectors; i++)
           constants[i / kVectors][i % kVectors] = load_constants(part + i * kWidth * constant_bytes, job.half_scales);
         for (int row = 0; row < n; row++)

@@ -53,16 +53,18 @@ class QuantizedLinear(nn.Module):
         """As `models.layers.surrounded` says; on the CPU one operator, which rounds between them less often."""
         linear = a8 if self.rounds_input else cpu
         known = x.dtype in (torch.float32, torch.bfloat16) and (norm is None or isinstance(norm, nn.RMSNorm))
-        if not (self.is_operator and known and linear.available()):
+        if not (self.operator_name and known):
             return surrounded(self, x, norm, gate, residual)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return linear.operator(self.bits)(x, self.data, weight, eps, gate, residual)
 
     @property
-    def is_operator(self) -> bool:
-        """Whether this is one operator with what surrounds it; see `models.layers.Attention`."""
+    def operator_name(self) -> str | None:
+        """The operator that computes this and what surrounds it, if one can; see `models.layers.DecoderLayer`."""
+        linear = a8 if self.rounds_input else cpu
         whole = self.bias is None and self.column_order is None and self.out_features % cpu.BLOCK == 0
-        return whole and not self.on_cuda and cpu.available()
+        possible = whole and not self.on_cuda and linear.available()
+        return f"fastdecode::{linear.operator(self.bits).__name__}" if possible else None
 
     @property
     def packed(self) -> cpu.PackedCPU:
