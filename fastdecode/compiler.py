@@ -27,7 +27,7 @@ def prepare_compiler() -> Thread:
 
     def ask() -> None:
         native.built(attention.SOURCES)
-        if torch.cpu._is_vnni_supported():  # else nothing uses it unasked
+        if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):  # elsewhere nothing uses it unasked
             native.built(a8.SOURCES)
         cpu_vec_isa.pick_vec_isa()
 

@@ -18,7 +18,7 @@ from models.transformer import Transformer
 from quantize.importers import GGUF_TYPES
 
 SHARE_FOR_CACHE = 0.5  # of the memory that the weights leave free, where nobody asked for a length
-BYTES_A_WEIGHT = {"int4": 0.8, "int8": 1.2}  # scales, an 8-bit embedding and norms included
+BYTES_A_WEIGHT = {"int4": 0.8, "w4a8": 0.8, "int8": 1.2, "w8a8": 1.2}  # scales, an 8-bit embedding and norms included
 FEWEST_TOKENS = 512  # a shorter text is no use unless it is asked for
 
 

@@ -86,12 +86,13 @@ int best_path() {
 // `path`: -1 for the best.
 template <int bits>
 Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<Tensor>& norm, double eps, bool gate,
-              const std::optional<Tensor>& residual, int64_t path) {
+              const std::optional<Tensor>& residual_given, int64_t path) {
   static const int best = best_path();
   const Tensor x = surrounded_input(x_given, norm, eps, gate);
   const Sizes sizes = sizes_of<bits>(x, packed);
   STD_TORCH_CHECK(path <= best, "this CPU lacks path ", path);
   Tensor y = new_output(x, sizes);
+  const std::optional<Tensor> residual = laid_out(residual_given, y);
 
   if (path < 0) path = best;
   auto round = plain::round_group<bits>;
@@ -118,7 +119,7 @@ Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<T
     round(values, sizes.group, q.data() + part * sizes.group, &scales[part], &sums[part]);
   }
   over_blocks(Job{sizes, q.data(), scales.data(), sums.data(), static_cast<const uint8_t*>(packed.const_data_ptr()),
-                  y.mutable_data_ptr(), residual_data(residual, y)}, run);
+                  y.mutable_data_ptr(), residual ? residual->const_data_ptr() : nullptr}, run);
   return y;
 }
 

@@ -81,12 +81,13 @@ int best_path() {
 // y = x @ w.T, and what surrounds it: surround.h. `path`: -1 for the best. With fp32 x, those of bf16 mean AVX512.
 template <int bits>
 Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<Tensor>& norm, double eps, bool gate,
-              const std::optional<Tensor>& residual, int64_t path) {
+              const std::optional<Tensor>& residual_given, int64_t path) {
   static const int best = best_path();
   const Tensor x = surrounded_input(x_given, norm, eps, gate);
   const Sizes sizes = sizes_of<bits>(x, packed);
   STD_TORCH_CHECK(path <= best, "this CPU lacks path ", path);
   Tensor y = new_output(x, sizes);
+  const std::optional<Tensor> residual = laid_out(residual_given, y);
 
   if (path < 0) path = best;
   if (!sizes.bf16) path = std::min<int64_t>(path, AVX512);
@@ -102,7 +103,7 @@ Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<T
   std::vector<float> x_sums(bits == 4 ? sizes.rows * sizes.groups : 0);
   Job job{sizes, x.const_data_ptr(), x_floats.data(), x_sums.data(),
           static_cast<const uint8_t*>(packed.const_data_ptr()), y.mutable_data_ptr(),
-          residual_data(residual, y)};
+          residual ? residual->const_data_ptr() : nullptr};
   prepare(job, x_floats.empty() ? nullptr : x_floats.data(), x_sums.empty() ? nullptr : x_sums.data());
   if (!sizes.bf16) job.x_floats = static_cast<const float*>(job.x);
   over_blocks(job, run);

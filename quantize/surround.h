@@ -81,12 +81,12 @@ Tensor surrounded_input(const Tensor& x_given, const std::optional<Tensor>& norm
   return y;
 }
 
-// The residual, in memory as y is; null for none.
-const void* residual_data(const std::optional<Tensor>& residual, const Tensor& y) {
-  if (!residual) return nullptr;
-  STD_TORCH_CHECK(residual->is_contiguous() && residual->numel() == y.numel() && residual->scalar_type() == y.scalar_type(),
-                  "the residual is contiguous, of the result's shape and type");
-  return residual->const_data_ptr();
+// The residual in memory as y is, if there is one.
+std::optional<Tensor> laid_out(const std::optional<Tensor>& residual, const Tensor& y) {
+  if (!residual) return residual;
+  STD_TORCH_CHECK(residual->numel() == y.numel() && residual->scalar_type() == y.scalar_type(),
+                  "the residual is of the result's shape and type");
+  return torch::stable::contiguous(*residual);
 }
 
 }  // namespace
