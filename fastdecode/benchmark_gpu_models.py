@@ -22,10 +22,10 @@ from fastdecode.tree_options import TreeBuilder
 from models.config import ModelConfig
 from models.layers import Embedding, Linear
 from models.transformer import Transformer
-from quantize.linear import QuantizedEmbedding, QuantizedLinear
+from quantize.linear import QuantizedEmbedding, QuantizedLinear, round_inputs
 from quantize.storage import Quantized
 
-BITS = {"int4": 4, "int8": 8}
+BITS = {"int4": 4, "int8": 8, "w4a8": 4, "w8a8": 8}
 GROUP = 32  # what python -m quantize takes by default
 WEIGHT_SPREAD = 0.02  # standard deviation of random weights
 
@@ -53,7 +53,7 @@ TINY = llama(
 class Sizes:
     """How large everything is; tests make it small. `shapes`: (outputs, columns) of matrices; `models`, `tiny`:
     config.json; `text_lengths`: tokens of a text, by model; `context`: cached tokens when rounds are timed;
-    `new_tokens`: of each answer that is compared."""
+    `new_tokens`: of each answer that is compared; `group`: columns that share a scale, in 4 and 8 bits."""
 
     shapes: tuple[tuple[int, int], ...] = ((4096, 4096), (4096, 11008), (11008, 4096))
     row_counts: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
@@ -65,6 +65,7 @@ class Sizes:
     context: int = 512
     rounds: int = 48
     new_tokens: int = 64
+    group: int = GROUP
     compile: bool = True
 
 
@@ -81,9 +82,11 @@ def random_matrix(bits: int, group: int, n_out: int, n_columns: int, device: tor
 
 
 @torch.inference_mode(False)
-def random_network(config: ModelConfig, precision: str, device: torch.device, dtype: torch.dtype) -> Transformer:
+def random_network(
+    config: ModelConfig, precision: str, device: torch.device, dtype: torch.dtype, group: int = GROUP
+) -> Transformer:
     """A network of random weights, made matrix by matrix on `device`: `precision` bf16 (that is, floats of `dtype`),
-    int8 or int4 (groups of 32; embedding and lm_head in 8 bits, as `python -m quantize` leaves them)."""
+    int8 or int4 (embedding and lm_head in 8 bits, as `python -m quantize` leaves them), or w8a8 or w4a8."""
     with torch.device("meta"):
         network = Transformer(config)
     bits = BITS.get(precision)
@@ -92,7 +95,7 @@ def random_network(config: ModelConfig, precision: str, device: torch.device, dt
         if bits is not None and isinstance(module, Linear | Embedding):
             n_out, n_columns = module.weight.shape
             in_8_bits = isinstance(module, Embedding) or name == "lm_head"
-            matrix = random_matrix(8 if in_8_bits else bits, GROUP, n_out, n_columns, device)
+            matrix = random_matrix(8 if in_8_bits else bits, group, n_out, n_columns, device)
             if isinstance(module, Embedding):
                 new: nn.Module = QuantizedEmbedding(matrix, device, dtype)
             else:
@@ -103,6 +106,8 @@ def random_network(config: ModelConfig, precision: str, device: torch.device, dt
             values = torch.empty(parameter.shape, dtype=dtype, device=device)
             values = values.normal_(std=WEIGHT_SPREAD) if parameter.dim() > 1 else values.fill_(1)
             setattr(module, part, nn.Parameter(values, requires_grad=False))
+    if precision.endswith("a8"):
+        round_inputs(network)
     return network.eval()
 
 

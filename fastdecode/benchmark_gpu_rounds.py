@@ -43,7 +43,7 @@ class Networks:
             self.name = self.network = None
             free(self.device)
             config = ModelConfig.from_hf(self.sizes.models[model], model)
-            self.network = random_network(config, precision, self.device, torch.bfloat16)
+            self.network = random_network(config, precision, self.device, torch.bfloat16, self.sizes.group)
             self.name = model, precision
         return self.network
 
