@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 Program = Callable[..., torch.Tensor]
@@ -74,7 +75,9 @@ def compile_or_load(method: Program, example: torch.Tensor, folder: Path) -> Pro
         # Shapes are those of the example, always; to check them again takes a fifth of a small model's round.
         options = {"guard_filter_fn": _no_guards, "size_asserts": False, "alignment_asserts": False}
         compiled = torch.compile(method, fullgraph=True, dynamic=False, options=options)
-        program = compiled.aot_compile(((example,), {}))
+        # Operators of our own take any strides; held to exact ones, each call copies what a kernel has just made.
+        with torch._functorch.config.patch(custom_op_default_layout_constraint="flexible_layout"):
+            program = compiled.aot_compile(((example,), {}))
         _store(program, file)
     return lambda argument: program(module, argument)
 
