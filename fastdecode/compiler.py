@@ -4,7 +4,7 @@ from threading import Thread
 
 import torch
 
-from models import attention, native
+from operators import attention, native
 from quantize import a8
 
 

@@ -33,7 +33,7 @@ def program_key(module: nn.Module, name: str, example: torch.Tensor) -> str:
         for attribute, value in sorted(vars(part).items()):
             add(attribute, repr(value) if _plain(value) else type(value).__qualname__)
     root = Path(__file__).parents[1]
-    for package in ("models", "checkpoints", "quantize", "fastdecode"):
+    for package in ("operators", "models", "checkpoints", "quantize", "fastdecode"):
         for file in sorted(p for p in (root / package).rglob("*") if p.suffix in (".py", ".cpp", ".h")):
             add(str(file.relative_to(root)), hashlib.sha256(file.read_bytes()).hexdigest())
     return f"{name}-{digest.hexdigest()[:32]}"

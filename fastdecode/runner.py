@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastdecode.program_cache import available, compile_or_load, stored_file
 from fastdecode.round import Round
-from models import attention
+from operators import attention
 
 SMALLEST_BUCKET = 256
 

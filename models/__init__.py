@@ -1,1 +1,1 @@
-"""What a network is: configuration, layers, caches, draft heads. Imports torch and nothing of ours."""
+"""What a network is: configuration, layers, caches, draft heads. Imports torch and, of ours, operators."""

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import attention
 from models.cache import dequantize, write_layer
 from models.config import ModelConfig
 from models.rope import rotate
+from operators import attention
 
 FEW_ROWS = attention.MOST_ROWS  # above it, attention is a library kernel
 
@@ -22,7 +22,7 @@ def attend(
 
     `mask [B, N, S]` is True where a query may look. A query that may look nowhere gets zero. The few-rows form sums
     each query's products in one order whatever stands beside it, and rows beyond a query's own add exact zeros: on CPUs
-    by an operator of our own (models/attention.py), elsewhere as products and sums that the compiler fuses.
+    by an operator of our own (operators/attention.py), elsewhere as products and sums that the compiler fuses.
     `k_scale, v_scale [B, H_kv, S]`: where k and v are int8 codes, what they are to be multiplied by. The few-rows form
     multiplies scores and weights instead, which are fewer, so that no key or value is ever written out in float.
     """

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import native
+from operators import native
 from quantize.storage import Quantized
 
 SHARED = (*map(Path(__file__).with_name, ("packed.h", "surround.h")), native.EACH_CPU)

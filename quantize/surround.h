@@ -3,7 +3,7 @@
 //
 // A row's sums have one order, and every instruction set gives the same bits.
 
-#include "../models/each_cpu.h"
+#include "../operators/each_cpu.h"
 
 namespace {
 

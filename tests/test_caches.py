@@ -15,7 +15,7 @@ import torch
 from fastdecode import program_cache, tree_choice
 from fastdecode.tree_choice import Choice, read_choice, store_choice
 from fastdecode.tuner import Expectation
-from models import native
+from operators import native
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = {"model": "a"}

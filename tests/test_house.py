@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LEVELS = ["models", "checkpoints", "quantize", "fastdecode"]  # each may import itself and those before it
+LEVELS = ["operators", "models", "checkpoints", "quantize", "fastdecode"]  # each may import itself and those before it
 CORE = ["models", "fastdecode/drafters"] + [
     f"fastdecode/{name}.py" for name in ("round", "tree", "tree_options", "sampling", "runner", "decoder")
 ]
@@ -40,7 +40,7 @@ def test_imports_go_one_way(level):
 
 def test_the_core_stays_small():
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for place in CORE for file in sources(place)}
-    assert len(lines) > 20
+    assert len(lines) >= 20
     assert sum(lines.values()) < CORE_LINES
 
 

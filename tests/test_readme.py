@@ -42,7 +42,7 @@ def test_the_layout_names_every_file_and_no_other():
     """`_rows` after a file's name stands for another file that ends so."""
     layout = README.read_text(encoding="utf-8").partition("## Layout")[2].partition("Apache-2.0")[0]
     named = set(re.findall(r"[\w*]+\.(?:py|cpp|h)\b|(?<![\w*])_\w+", layout))
-    packages = [README.parent / name for name in ("models", "checkpoints", "quantize", "fastdecode")]
+    packages = [README.parent / name for name in ("operators", "models", "checkpoints", "quantize", "fastdecode")]
     files = [f for p in packages for f in p.rglob("*") if f.suffix in (".py", ".cpp", ".h") and f.name[:2] != "__"]
     stands_for = lambda name, file: file.stem.endswith(name) if name[0] == "_" else fnmatch(file.name, name)  # noqa: E731
     assert [file.name for file in files if not any(stands_for(name, file) for name in named)] == []

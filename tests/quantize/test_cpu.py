@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastdecode.program_cache import program_key
-from models import native
+from operators import native
 from quantize import cpu
 from quantize.storage import Quantized, pack_nibbles
 
@@ -243,7 +243,7 @@ def start(folder: Path, compiler: str) -> subprocess.Popen:
     code = f"""
 import torch
 from pathlib import Path
-from models import native
+from operators import native
 from quantize import cpu
 native.build_command = lambda source: ["sh", "-c", {compiler!r}]
 assert native.load(cpu.SOURCES, Path({str(folder)!r})) is not None

@@ -7,10 +7,10 @@ import torch
 from test_cpu import random_weight
 from torch import nn
 
-from models import attention
 from models.cache import KVCache, write_layer
 from models.config import ModelConfig, RopeConfig
 from models.layers import DecoderLayer, Linear
+from operators import attention
 from quantize import a8, cpu
 from quantize.linear import QuantizedLinear, round_inputs
 

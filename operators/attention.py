@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models import native
+from operators import native
 
 SOURCES = (
     *map(Path(__file__).with_name, ("attention.cpp", "attention_path.h", "new_rows.h", "whole_layer.h")),

@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
-from models import attention, layers
+from models import layers
 from models.cache import dequantize, quantize
 from models.layers import FEW_ROWS, attend
+from operators import attention
 
 CACHE_ROWS = 2100
 SHAPES = [  # (batch, query heads, kv heads, rows, bucket, head size)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from models import attention
 from models.cache import KVCache, write_layer
 from models.layers import attend
 from models.rope import rotate
+from operators import attention
 
 SHAPES = [  # (batch, query heads, kv heads, rows, bucket, head size)
     (1, 9, 3, 1, 64, 64),
