@@ -16,7 +16,7 @@ from tiny_checkpoint import tiny_checkpoint
 import fastdecode.train.templates
 import generate
 import quantize.__main__
-from fastdecode import acceptance, benchmark, sweep
+from fastdecode import acceptance, benchmark, large_shapes, sweep
 from fastdecode.options import run_command
 from fastdecode.train import __main__ as trainer
 
@@ -29,13 +29,20 @@ TRAIN = [line for line in LINES if re.search(r"-m fastdecode\.train ", line)]
 TEMPLATES = [line for line in LINES if "fastdecode.train.templates" in line]
 PROGRAMS = {"benchmark": benchmark, "sweep": sweep, "acceptance": acceptance}
 MEASURE = {name: [line for line in LINES if f"-m fastdecode.{name}" in line] for name in PROGRAMS}
+SHAPES = [line for line in LINES if "-m fastdecode.large_shapes" in line]  # gigabytes and minutes
 
 
 def test_no_command_is_left_out():
-    known = [*GENERATE, *QUANTIZE, *TRAIN, *TEMPLATES, *(line for lines in MEASURE.values() for line in lines)]
+    known = [*GENERATE, *QUANTIZE, *TRAIN, *TEMPLATES, *SHAPES, *(line for lines in MEASURE.values() for line in lines)]
     others = [line for line in LINES if line and line not in known]
     assert len(known) > 30
     assert all(line.startswith("pip install -r ") for line in others), others
+
+
+def test_large_shapes_are_asked_for_in_words_that_it_knows():
+    """What it does with them, at a small shape: tests/fastdecode/test_large_shapes.py."""
+    asked = [large_shapes.parse(shlex.split(line, comments=True)[3:]) for line in SHAPES]
+    assert [args.model for args in asked] == ["llama-2-7b"]
 
 
 def test_the_layout_names_every_file_and_no_other():
