@@ -47,11 +47,12 @@ Tensor turned_and_stored(const Tensor& qkv, const Tensor& cos, const Tensor& sin
   char* const to = static_cast<char*>(q.mutable_data_ptr());
   const char* const from = static_cast<const char*>(qkv.const_data_ptr());
   const int64_t* const places = static_cast<const int64_t*>(cache_rows.const_data_ptr());
+  for (int64_t at = 0; at < batch * rows; at++)  // all before any is written
+    STD_TORCH_CHECK(places[at] >= 0 && places[at] < cache_size, "no such row of the cache: ", places[at]);
   std::vector<float> x((heads + 2 * kv_heads) * dim);
   for (int64_t b = 0; b < batch; b++)
     for (int64_t n = 0; n < rows; n++) {
       const int64_t at = b * rows + n, place = places[at];
-      STD_TORCH_CHECK(place >= 0 && place < cache_size, "no such row of the cache: ", place);
       if (bf16) widen((const uint16_t*)from + at * x.size(), x.size(), x.data());
       else std::memcpy(x.data(), from + at * x.size() * 4, x.size() * 4);
       const int64_t angles = (cos.size(0) == 1 ? n : at) * dim;

@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_stored():
     qkv, cos, sin, rows, mask, cache = example((1, 4, 2, 3, 64, 32), torch.float32, False)
     before = tuple(part.clone() for part in cache)
     outside = rows.clone()
-    outside[0, 0] = CACHE_ROWS
+    outside[0, -1] = CACHE_ROWS  # after rows that could be stored
     wrong = [
         (qkv[..., :-32], cos, sin, rows[:, :2], mask, *cache),
         (qkv, cos.double(), sin.double(), rows, mask, *cache),
