@@ -5,7 +5,9 @@ data, each tensor aligned. Constants and dequantization are the `gguf` package's
 package's reader makes an array object per vocabulary entry (seconds for each opening) and trusts the lengths it reads.
 """
 
+import functools
 import math
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ SCALARS = {
     GGUFValueType.FLOAT64: "d",
 }
 
+READ_AHEAD = 1 << 18  # bytes
+
 
 @dataclass(frozen=True)
 class GGUFFile:
@@ -55,10 +59,17 @@ def read_gguf(path: Path) -> GGUFFile:
     file's size.
     """
     try:
-        with open(path, "rb") as file:
-            return _Header(path, file).read()
+        found = os.stat(path)
+        file = _read_once(path, found.st_ino, found.st_size, found.st_mtime_ns)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    return GGUFFile(path, dict(file.metadata), dict(file.tensors))
+
+
+@functools.lru_cache(maxsize=2)  # a target and a draft; loading one asks for its header half a dozen times
+def _read_once(path: Path, inode: int, size: int, modified: int) -> GGUFFile:
+    with open(path, "rb") as file:
+        return _Header(path, file).read()
 
 
 class _Header:
@@ -68,6 +79,7 @@ class _Header:
         self.path, self.file = path, file
         self.left = self.size = file.seek(0, 2)
         file.seek(0)
+        self.buffer, self.at = b"", 0  # what was read ahead, and how far it was used
 
     def fail(self, reason: str) -> InputError:
         return InputError(f"{self.path}: {reason}; the GGUF file is damaged or cut short, fetch it again.")
@@ -75,10 +87,14 @@ class _Header:
     def take(self, n_bytes: int) -> bytes:
         if n_bytes > self.left:
             raise self.fail(f"the header asks for {n_bytes} bytes where {self.left} are left")
-        self.left -= n_bytes
-        data = self.file.read(n_bytes)
-        if len(data) < n_bytes:
-            raise self.fail("the file ends inside the header")
+        end = self.at + n_bytes
+        if end > len(self.buffer):
+            self.buffer, end = self.buffer[self.at :], n_bytes
+            self.buffer, self.at = self.buffer + self.file.read(max(n_bytes - len(self.buffer), READ_AHEAD)), 0
+            if end > len(self.buffer):
+                raise self.fail("the file ends inside the header")
+        data = self.buffer[self.at : end]
+        self.left, self.at = self.left - n_bytes, end
         return data
 
     def number(self, code: str) -> Any:
@@ -89,6 +105,24 @@ class _Header:
             return self.take(self.number("Q")).decode()
         except UnicodeDecodeError as error:
             raise self.fail("a string in the header is not UTF-8") from error
+
+    def strings(self, count: int) -> list[str]:
+        """`count` strings: a vocabulary has so many that a call for each would be felt at every start."""
+        values: list[str] = []
+        length = struct.Struct("<Q").unpack_from
+        while len(values) < count:
+            buffer, at = self.buffer, self.at
+            last = len(buffer) - 8
+            try:
+                while len(values) < count and at <= last and (end := at + 8 + length(buffer, at)[0]) <= len(buffer):
+                    values.append(buffer[at + 8 : end].decode())
+                    at = end
+            except UnicodeDecodeError as error:
+                raise self.fail("a string in the header is not UTF-8") from error
+            self.left, self.at = self.left - (at - self.at), at
+            if len(values) < count:
+                values.append(self.string())  # which reads on
+        return values
 
     def value_type(self) -> GGUFValueType:
         code = self.number("I")
@@ -107,14 +141,12 @@ class _Header:
         if kind is GGUFValueType.ARRAY:
             raise self.fail("the header has an array of arrays")
         if kind is GGUFValueType.STRING:
-            return [self.string() for _ in range(count)]
+            return self.strings(count)
         return np.frombuffer(self.take(count * struct.calcsize(SCALARS[kind])), f"<{SCALARS[kind]}").tolist()
 
     def read(self) -> GGUFFile:
-        magic = self.file.read(4)
-        if magic != struct.pack("<I", GGUF_MAGIC):
+        if self.size < 4 or self.take(4) != struct.pack("<I", GGUF_MAGIC):
             raise InputError(f"{self.path}: is not a GGUF file, since it does not begin with 'GGUF'.")
-        self.left -= 4
         version = self.number("I")
         if version not in (2, 3):
             raise InputError(

@@ -1,4 +1,4 @@
-"""The C++ compiler that torch.compile calls: whether it is there, and what it can do while weights are read."""
+"""The C++ compiler that torch.compile and our own operators call: whether it is there, and what it can do early."""
 
 from threading import Thread
 
@@ -19,18 +19,15 @@ def can_compile() -> bool:
         return False
 
 
-def prepare_compiler() -> Thread:
-    """Import the compiler, and start what the C++ compiler has to do first: operators, and which vector instructions it
-    knows. Seconds of waiting for other processes, which need not come after the weights. Join the thread before
-    compiling."""
-    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  (here, since imports in two threads collide)
+def prepare_operators() -> Thread:
+    """Start building what the C++ compiler has to do before the first round, where that was not done before. Join the
+    thread before a round; what it waits for need not come after the weights."""
 
-    def ask() -> None:
+    def build() -> None:
         native.built(attention.SOURCES)
         if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):  # elsewhere nothing uses it unasked
             native.built(a8.SOURCES)
-        cpu_vec_isa.pick_vec_isa()
 
-    thread = Thread(target=ask, daemon=True)
+    thread = Thread(target=build, daemon=True)
     thread.start()
     return thread

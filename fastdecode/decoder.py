@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +72,7 @@ class Decoder:
         self.suggested_sampling: dict[str, Any] = {}  # of the checkpoint; never applied unless asked for
         self.plan: DraftPlan | None = None  # what was asked to draft, whatever tree was chosen for it
         self.busy = False
+        self.postpones: Callable[[str], bool] = lambda program: False  # whether it is to run uncompiled for now
         self.compile_seconds: dict[str, float] = {}  # program -> seconds that its warm-up took
 
     def with_drafter(self, plan: DraftPlan, **how: Any) -> "Decoder":
@@ -111,16 +112,21 @@ class Decoder:
         return ids
 
     def warm_up(self, options: SamplingOptions) -> None:
-        """Compile (and on CUDA capture) the program that these options need, if that has not been done."""
-        program = _program(options)
-        if program not in self.compile_seconds:
+        """Compile (and on CUDA capture) the program that these options need, if that has not been done, and is not
+        done by another process just now."""
+        program = self.program_for(options)
+        if program not in self.compile_seconds and not self.postpones(program):
             started = time.perf_counter()
             self.runner.warm_up(program)
             self.compile_seconds[program] = time.perf_counter() - started
 
     def warm_up_sizes(self, options: SamplingOptions) -> None:
         """Compile what these options need for smaller batches: minutes once, and then a batch can always shrink."""
-        self.sizes.warm_up(_program(options))
+        self.sizes.warm_up(self.program_for(options))
+
+    def program_for(self, options: SamplingOptions) -> str:
+        """The runner's program that these options need."""
+        return "greedy" if options.plain_greedy else "sampled"
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> Result | list[Result]:
         """Decode one prompt to a Result, or a list of prompts to a list of Results in the same order.
@@ -184,7 +190,7 @@ class Decoder:
         if self.busy:
             raise RuntimeError("This Decoder is in the middle of another text; finish or close that one first.")
         self.busy = True
-        program, size = _program(options), self.batch
+        program, size = self.program_for(options), self.batch
         waiting = deque(range(len(prompts)))
         slots: list[Request | None] = [None] * self.batch
         launched: deque[list[Request | None]] = deque()  # who was in which slot, for each round in flight
@@ -271,10 +277,6 @@ class Decoder:
         self.state.stop(slot)
         length = int(self.state.length[slot])
         self.cached_ids[slot] = self.state.tokens[slot, : length - 1].tolist()
-
-
-def _program(options: SamplingOptions) -> str:
-    return "greedy" if options.plain_greedy else "sampled"
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from checkpoints.checkpoint import find_checkpoint, read_config, read_generation_config
 from fastdecode.chat import read_chat_template
-from fastdecode.compiler import can_compile, prepare_compiler
+from fastdecode.compiler import can_compile, prepare_operators
 from fastdecode.decoder import Decoder
 from fastdecode.drafting import DEFAULT_TREE, DraftOptions, DraftPlan
 from fastdecode.memory import FEWEST_TOKENS, affordable_tokens, cache_bytes_per_token, expected_weight_bytes
@@ -85,7 +85,7 @@ def load(
     limit = _text_limit(config, max_seq_len, precision, batch, place, int8_cache, expected, note)
     stop_ids = (*config.eos_token_ids, *_eos_ids(generation))
 
-    preparation = prepare_compiler() if compile and place.type == "cpu" else None
+    preparation = prepare_operators() if compile and place.type == "cpu" else None
     network = load_as(path, config, place, precision, quantize, note)
     if preparation is not None:
         preparation.join()

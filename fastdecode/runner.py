@@ -114,8 +114,11 @@ class Runner:
             return "ready"
         if self.program_folder is None:
             return "missing"
-        stored = stored_file(self.programs[program], self.cache_rows[self.buckets[0]], self.program_folder)
-        return "stored" if stored.is_file() else "missing"
+        return "stored" if self.stored_file(program).is_file() else "missing"
+
+    def stored_file(self, program: str) -> Path:
+        """Where the compiled form of `program` is stored, or would be."""
+        return stored_file(self.programs[program], self.cache_rows[self.buckets[0]], self.program_folder)
 
     def step(self, program: str, bucket: int) -> Report | None:
         """Run one round. Returns the report of the round `lag` rounds ago, or None if there was none."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.style import Style
 
+from fastdecode.background_compile import compile_in_background
 from fastdecode.decoder import Piece, Prompt
 from fastdecode.detokenizer import StopStrings
 from fastdecode.drafting import DraftOptions
@@ -46,7 +47,8 @@ class Session:
         if args.explain:
             self._explain()
             self._explain_tree()
-        if args.compile:
+        first = args.chat or len(self.prompts) == 1  # who waits for one answer
+        if args.compile and not (first and self._compiles_in_background()):
             with self.console.status("Compiling (about half a minute the first time, seconds after that) …"):
                 self.decoder.warm_up(self.options)
         if args.show_draft:
@@ -165,6 +167,15 @@ class Session:
         elif suggested:
             values = ", ".join(f"{name} {value}" for name, value in suggested.items())
             self.note(f"The checkpoint suggests {values}; not applied (--temperature model applies them).")
+
+    def _compiles_in_background(self) -> bool:
+        """Let another process compile, if this can go without; asked for figures, wait for what they are about."""
+        if self.args.explain or self.profile is not None:
+            return False
+        if compile_in_background(self.decoder, self.options, load_arguments(self.args)) is None:
+            return False
+        self.note("Rounds run uncompiled, and slower, until a process in the background has compiled them: a minute.")
+        return True
 
     def _explain(self) -> None:
         decoder, weight = self.decoder, self.decoder.model.norm.weight

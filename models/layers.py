@@ -3,6 +3,8 @@
 Parameter names are the checkpoint's, with q/k/v and gate/up fused into one matmul each.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -211,6 +213,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
+        self.eps = config.rms_norm_eps
         self.slides = config.sliding_window is not None and config.sliding_layers[index]
         self.self_attn = Attention(config)
         self.mlp = SparseExperts(config) if config.moe_layers[index] else SwiGLU(config)
@@ -219,14 +222,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, *cache: Tensor) -> Tensor:
         """`x [B, N, h]` -> `[B, N, h]`. Arguments as for `Attention`."""
-        if not self.by_operators or not attention.takes_new(x, *cache):
-            return self.compute_in_region(x, rows, mask, cos, sin, *cache)
-        k, v, k_scale, v_scale = (*cache, None, None)[:4]
-        first, second, linears = self.input_layernorm, self.post_attention_layernorm, self.linears
-        norms = (first.weight, first.eps, second.weight, second.eps)
-        weights, names = [linear.data for linear in linears], [linear.operator_name for linear in linears]
-        layer = torch.ops.fastdecode.decoder_layer
-        return layer(x, rows, mask, cos, sin, k, v, k_scale, v_scale, *norms, *weights, *names)
+        return through([self], x, rows, mask, cos, sin, [cache])
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -245,3 +241,30 @@ class DecoderLayer(nn.Module):
     def compute_in_region(self, x: Tensor, *arguments: Tensor) -> Tensor:
         """As `forward`, which it is but for `DecoderLayer.by_operators`."""
         return self.mlp(self.self_attn(x, self.input_layernorm, x, *arguments), self.post_attention_layernorm)
+
+
+def through(
+    layers: Sequence[DecoderLayer],
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    caches: Sequence[tuple[Tensor, ...]],
+) -> Tensor:
+    """`x [B, N, h]` -> `[B, N, h]` after all `layers`, one operator where `DecoderLayer.by_operators` says so of each.
+
+    Arguments as for `Attention`; `caches`: what KVCache.layer gives, of each layer.
+    """
+    together = all(layer.by_operators and layer.eps == layers[0].eps for layer in layers)
+    if not (together and attention.takes_new(x, *caches[0])):
+        for layer, cache in zip(layers, caches, strict=True):
+            x = layer.compute_in_region(x, rows, mask, cos, sin, *cache)
+        return x
+    weights, names = [], []
+    for layer in layers:
+        weights += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+        weights += [linear.data for linear in layer.linears]
+        names += [linear.operator_name for linear in layer.linears]
+    parts = [part for cache in caches for part in cache]
+    return torch.ops.fastdecode.decoder_layers(x, rows, mask, cos, sin, parts, weights, names, layers[0].eps)

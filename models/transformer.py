@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import ModelConfig
-from models.layers import FEW_ROWS, DecoderLayer, Embedding, Linear
+from models.layers import FEW_ROWS, DecoderLayer, Embedding, Linear, through
 from models.rope import rotary_table
 
 
@@ -75,10 +75,17 @@ class Transformer(nn.Module):
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = self.embed_tokens(token_ids)
         entering = {}
-        for i, layer in enumerate(self.layers):
-            if i in tap_layers:
-                entering[i] = x
-            x = layer(x, rows, window_mask if layer.slides else mask, cos, sin, *cache.layer(i))
+        layers = list(self.layers)
+        start = 0
+        while start < len(layers):
+            entering[start] = x
+            slides = layers[start].slides
+            stop = start + 1
+            while stop < len(layers) and stop not in tap_layers and layers[stop].slides == slides:
+                stop += 1
+            caches = [cache.layer(i) for i in range(start, stop)]
+            x = through(layers[start:stop], x, rows, window_mask if slides else mask, cos, sin, caches)
+            start = stop
         return Hidden(self.norm(x), tuple(entering[i] for i in tap_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:

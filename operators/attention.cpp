@@ -294,4 +294,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastdecode, CompositeExplicitAutograd, m) {
 
 }  // namespace
 
-#include "whole_layer.h"
+#include "stamp.h"
+#include "whole_layers.h"

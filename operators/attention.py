@@ -13,7 +13,7 @@ from torch import Tensor
 from operators import native
 
 SOURCES = (
-    *map(Path(__file__).with_name, ("attention.cpp", "attention_path.h", "new_rows.h", "whole_layer.h")),
+    *map(Path(__file__).with_name, ("attention.cpp", "attention_path.h", "new_rows.h", "whole_layers.h", "stamp.h")),
     native.EACH_CPU,  # the first includes the rest
 )
 PATHS = ("plain", "avx2", "avx512", "bf16")  # as in attention.cpp; each CPU has the first few
@@ -71,7 +71,8 @@ def operators() -> Path | None:
     if library is not None:
         torch.library.register_fake("fastdecode::attend", _output_like)
         torch.library.register_fake("fastdecode::attend_new", _output_of_new)
-        torch.library.register_fake("fastdecode::decoder_layer", _output_of_layer)
+        torch.library.register_fake("fastdecode::decoder_layers", _output_of_layers)
+        torch.library.register_fake("fastdecode::stamp", lambda times, index, after: None)
     return library
 
 
@@ -89,5 +90,5 @@ def _output_of_new(
     return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] - 2 * n_kv_heads * head_dim)
 
 
-def _output_of_layer(x: Tensor, *rest: object, **named: object) -> Tensor:
+def _output_of_layers(x: Tensor, *rest: object, **named: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)

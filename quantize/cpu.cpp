@@ -110,6 +110,9 @@ Tensor linear(const Tensor& x_given, const Tensor& packed, const std::optional<T
   return y;
 }
 
+// x after its norm, as `linear` would take it.
+Tensor norm(const Tensor& x, const Tensor& weight, double eps) { return surrounded_input(x, weight, eps, false); }
+
 int64_t path_count() { return best_path() + 1; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastdecode, m) {
@@ -117,11 +120,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastdecode, m) {
         "Tensor? residual=None, int path=-1) -> Tensor");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor? norm=None, float eps=0, bool gate=False, "
         "Tensor? residual=None, int path=-1) -> Tensor");
+  m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("cpu_paths() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(fastdecode, CPU, m) {
   m.impl("linear_int4", TORCH_BOX(&linear<4>));
   m.impl("linear_int8", TORCH_BOX(&linear<8>));
+  m.impl("norm", TORCH_BOX(&norm));
 }
 STABLE_TORCH_LIBRARY_IMPL(fastdecode, CompositeExplicitAutograd, m) { m.impl("cpu_paths", TORCH_BOX(&path_count)); }
 

@@ -136,7 +136,10 @@ def available() -> bool:
 @functools.cache
 def operators() -> Path | None:
     """Build, where it is not in the user's cache, and load cpu.cpp; its library, or None where that cannot be done."""
-    return loaded(SOURCES, ("linear_int4", "linear_int8"))
+    library = loaded(SOURCES, ("linear_int4", "linear_int8"))
+    if library is not None:
+        torch.library.register_fake("fastdecode::norm", lambda x, weight, eps: x.new_empty(x.shape))
+    return library
 
 
 def loaded(sources: Sequence[Path], names: Sequence[str]) -> Path | None:

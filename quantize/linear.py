@@ -113,6 +113,22 @@ class QuantizedEmbedding(nn.Module):
         return self.table(hidden)
 
 
+class Norm(nn.RMSNorm):
+    """An RMS norm that has the same bits compiled or not, and whatever stands beside a row: the sums and roundings of
+    those in the operators. `of`: the norm whose weight it takes over."""
+
+    def __init__(self, of: nn.RMSNorm):
+        super().__init__(of.normalized_shape, of.eps, device="meta")
+        self.weight = of.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., h]` -> `[..., h]`."""
+        known = x.dtype in (torch.float32, torch.bfloat16) and x.dtype == self.weight.dtype
+        if known and x.device.type == "cpu" and cpu.available():
+            return torch.ops.fastdecode.norm(x, self.weight, self.eps)
+        return super().forward(x)
+
+
 def round_inputs(network: nn.Module, owner: nn.Module | None = None) -> None:
     """From now on `network`'s quantized layers, on the CPU, round inputs to 8 bits (quantize/a8.py), but for those that
     it borrows from `owner`. Experts of a mixture do not."""

@@ -25,7 +25,7 @@ from models.transformer import Transformer
 from quantize.experts import QuantizedExperts, QuantizedStack
 from quantize.files import read_quantized
 from quantize.importers import GGUF_TYPES, Imported, read_gguf_matrix, read_matrix, read_quantization, split_tensors
-from quantize.linear import QuantizedEmbedding, QuantizedLinear, concatenated, operators_available
+from quantize.linear import Norm, QuantizedEmbedding, QuantizedLinear, concatenated, operators_available
 from quantize.methods import quantize_matrix
 
 Note = Callable[[str], None]
@@ -101,6 +101,8 @@ def load_network(
             note("Some experts are quantized differently from each other, so they are dequantized.")
     stored |= {name: DequantizedTensor(path, matrix) for name, matrix in matrices.items()}
     fill_parameters(network, stored, config, device, dtype, str(path))
+    if has_quantized_matrices(network) and device.type == "cpu":
+        network.norm = Norm(network.norm)
     return network.eval()
 
 
