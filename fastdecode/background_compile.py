@@ -1,8 +1,8 @@
 """A first answer that need not wait for the compiler: another process compiles its round, for the answers after it.
 
 Only where a round's results are the same bits, compiled or not: greedy ones on packed weights, whose every sum is
-computed by operators of our own. A program is never exchanged inside an answer. The process has the lowest priority
-but for idle ones, ends by itself, and goes on when this one ends, so that the next start finds what it made.
+computed by operators of our own. A program is never exchanged inside an answer. The process takes idle time
+alone, ends by itself, and goes on when this one ends, so that the next start finds what it made.
 """
 
 import json
@@ -18,7 +18,7 @@ from fastdecode.sampling import SamplingOptions
 from models.transformer import Transformer
 from quantize.linear import Norm
 
-NICENESS = 10
+LOWEST_PRIORITY = 19
 SHARE_OF_MEMORY = 0.5  # of what is free, that the other process's copy of the weights may take
 
 
@@ -38,7 +38,7 @@ class BackgroundCompiler:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": package_path},
-            start_new_session=True,  # Ctrl-C is for the answer
+            process_group=0,  # Ctrl-C is for the answer; a session of its own would get half of the processor's time
         )
 
     def postpones(self, program: str) -> bool:
@@ -81,7 +81,9 @@ def main() -> None:
     """Compile and store one program, unless another process is at it."""
     import fcntl
 
-    os.nice(NICENESS)
+    os.nice(LOWEST_PRIORITY)
+    if hasattr(os, "SCHED_IDLE"):  # rounds wait for their slowest thread, so that a nice process would slow them, too
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     task = json.loads(sys.argv[1])
     lock = Path(task["lock"])
     lock.parent.mkdir(parents=True, exist_ok=True)

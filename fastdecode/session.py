@@ -174,7 +174,7 @@ class Session:
             return False
         if compile_in_background(self.decoder, self.options, load_arguments(self.args)) is None:
             return False
-        self.note("Rounds run uncompiled, and slower, until a process in the background has compiled them: a minute.")
+        self.note("Rounds run uncompiled, and slower, until a process in the background has compiled them (minutes).")
         return True
 
     def _explain(self) -> None:
